@@ -6,7 +6,7 @@
 The factory is named by import path because one process compiles for one target only (Mosaic GPU keeps the first target
 it sees): every call starts a child process, so ask for several cases at once (`compile_all`). A factory maps a case's
 name to `(function, arguments)`, the arguments a tuple of pytrees of `jax.ShapeDtypeStruct`; it runs where no device is
-visible, so an `api` needs its `arch=`/`impl=` and jax-triton its `compute_capability=` spelled out.
+visible, so an `api` needs its `arch=`/`impl=` and jax-triton its `compute_capability=` spelled out (the child finds it in the variable DEVICELESS_CAPABILITY, e.g. 103).
 
 PTX comes from XLA's dump (XLA's own fusions, Pallas-Triton), from Mosaic GPU's dump, and out of jax-triton's custom
 calls; registers and spills from `ptxas -v` of the nvidia-cuda-nvcc wheel.
@@ -107,6 +107,7 @@ def compile_all(target: str, factory: str, names: tuple[str, ...], timeout: floa
         side = [str(SIDE_FOLDER)] if SIDE_FOLDER.is_dir() else []
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *side, *filter(None, [env.get("PYTHONPATH")])])
         env.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTX="1", TF_CPP_MIN_LOG_LEVEL="2")
+        env["DEVICELESS_CAPABILITY"] = target.removeprefix("sm_").removesuffix("a")
         env["XLA_FLAGS"] = f"--xla_dump_to={out / 'xla'} --xla_dump_emitter_re=.*"
         command = [sys.executable, str(pathlib.Path(__file__).resolve()), target, factory, folder, *names]
         with open(out / "stdout", "w") as stdout, open(out / "stderr", "w") as stderr:

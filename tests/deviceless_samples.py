@@ -1,5 +1,7 @@
 """Small kernels for the deviceless harness's own test: one per code generator."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,25 @@ def _pallas_triton():
     return pl.pallas_call(body, out_shape=x, compiler_params=params, name="sample_pallas_triton"), (x,)
 
 
+def _jax_triton():
+    import jax_triton
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def sample_jax_triton(x_ptr, o_ptr, n: tl.constexpr):
+        i = tl.arange(0, n)
+        tl.store(o_ptr + i, tl.load(x_ptr + i) * 2.0)
+
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    # The target's capability comes from the harness: there is no device to ask.
+    capability = int(os.environ["DEVICELESS_CAPABILITY"])
+    call = lambda a: jax_triton.triton_call(
+        a, kernel=sample_jax_triton, out_shape=x, grid=(1,), n=1024, compute_capability=capability
+    )
+    return call, (x,)
+
+
 def _plain():
     x = jax.ShapeDtypeStruct((1000,), jnp.float32)
     return (lambda a: jnp.tanh(a) * 2.0), (x,)
@@ -33,4 +54,4 @@ def _plain():
 
 def case(name: str):
     """name -> (function, abstract arguments)."""
-    return {"mosaic": _mosaic, "pallas_triton": _pallas_triton, "plain": _plain}[name]()
+    return {"jax_triton": _jax_triton, "mosaic": _mosaic, "pallas_triton": _pallas_triton, "plain": _plain}[name]()

@@ -1,5 +1,7 @@
 """The deviceless compile harness itself: every code generator's PTX is found, for the target asked for."""
 
+import importlib.util
+
 import pytest
 
 from tests import deviceless
@@ -21,6 +23,14 @@ def test_finds_ptx_of_every_generator(target):
         assert 0 < compiled.registers <= 255, name
     assert any("sample_mosaic" in k.name for k in got["mosaic"].kernels)
     assert any("sample_pallas_triton" in k.name for k in got["pallas_triton"].kernels)
+
+
+def test_finds_jax_triton_ptx():
+    pytest.importorskip("triton")
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax_triton is not installed")
+    compiled = deviceless.compile_for("sm_103a", FACTORY, "jax_triton").matching("sample_jax_triton")
+    assert ".target sm_103a" in compiled.ptx and compiled.registers > 0
 
 
 def test_matching_keeps_one_kernel():
