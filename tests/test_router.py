@@ -1,0 +1,92 @@
+"""Router: jnp against numpy, ties, extremes, FAKE_BALANCE_EXPERT."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.router import explain, fake_balance, router
+from pallas_kernels.router.specs import SPECS
+
+SMALL = [s for s in SPECS if s.hidden <= 128]
+
+
+def numpy_router(x, gate, bias, k, scale):
+    """float64 throughout; ids by a stable sort of descending biased score."""
+    z = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    s = np.sqrt(np.logaddexp(0.0, z))
+    ids = np.argsort(-(s + np.asarray(bias, np.float64)), axis=1, kind="stable")[:, :k]
+    w = np.take_along_axis(s, ids, 1)
+    return ids, scale * w / (w.sum(1, keepdims=True) + 1e-20)
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_reference_equals_numpy(spec, dtype):
+    x, gate, bias = spec.make_inputs(3)
+    x, gate = x.astype(dtype), gate.astype(dtype)
+    ids, w = router(x, gate, bias, k=spec.k, scale=spec.scale)
+    want_ids, want_w = numpy_router(x, gate, bias, spec.k, spec.scale)
+    assert ids.dtype == jnp.int32 and w.dtype == jnp.float32
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(w, want_w, rtol=2e-6)
+
+
+def test_ties_take_the_lowest_id_in_any_batch():
+    x = jnp.ones((5, 32), jnp.bfloat16)
+    gate = jnp.zeros((12, 32), jnp.bfloat16).at[jnp.array([3, 7, 9])].set(0.5)
+    ids, w = router(x, gate, jnp.zeros(12), k=5, scale=1.5)
+    np.testing.assert_array_equal(ids, np.tile([3, 7, 9, 0, 1], (5, 1)))
+    one, _ = router(x[:1], gate, jnp.zeros(12), k=5, scale=1.5)
+    np.testing.assert_array_equal(one[0], ids[0])
+    assert float(w[0].sum()) == pytest.approx(1.5, rel=1e-6)
+
+
+def test_bias_moves_the_choice_but_not_the_weights():
+    x = jnp.ones((1, 32), jnp.float32)
+    gate = jnp.linspace(-1, 1, 8)[:, None] * jnp.ones((8, 32)) / 32
+    bias = jnp.zeros(8).at[0].set(10.0)
+    ids, w = router(x, gate, bias, k=2, scale=1.0)
+    np.testing.assert_array_equal(ids, [[0, 7]])
+    s = np.sqrt(np.log1p(np.exp([-1.0, 1.0])))
+    np.testing.assert_allclose(w[0], s / s.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("z", [-200.0, -80.0, -17.0, 0.0, 30.0, 95.0, 2000.0])
+def test_extreme_logits_stay_finite_and_exact(z):
+    x = jnp.ones((1, 32), jnp.float32)
+    gate = jnp.full((2, 32), z / 32, jnp.float32)
+    _, w = router(x, gate, jnp.zeros(2), k=2, scale=1.5)
+    # Two equal scores, however small, share 1.5, damped by 1e-20; exp(-200) is below fp32.
+    s = np.exp(0.5 * z) if -100 < z < -40 else 0.0 if z < -100 else np.sqrt(np.logaddexp(0, z))
+    np.testing.assert_allclose(w, 1.5 * s / (2 * s + 1e-20), rtol=1e-4, atol=1e-22)
+
+
+@pytest.mark.parametrize("ep,dp", [(1, 1), (4, 4), (4, 2), (2, 4)])
+def test_fake_balance_is_balanced(ep, dp):
+    experts, rows, k = 96, 32, 6
+    ids = np.stack([fake_balance(rows, k, experts=experts, ep_size=ep, dp_size=dp, dp_rank=d)[0] for d in range(dp)])
+    counts = np.bincount(ids.ravel(), minlength=experts)
+    assert counts.max() - counts.min() <= 1
+    assert all(len(set(row)) == k for row in ids.reshape(-1, k).tolist())
+    _, w = fake_balance(rows, k, experts=experts, ep_size=ep, dp_size=dp)
+    assert (np.asarray(w) == 1).all()
+
+
+def test_fake_balance_formula_with_a_traced_rank():
+    ep, dp, local, rows, k = 4, 4, 24, 5, 6
+    got, _ = jax.jit(lambda d: fake_balance(rows, k, experts=ep * local, ep_size=ep, dp_size=dp, dp_rank=d))(3)
+    i = np.arange(rows * k)
+    want = ((ep * 3 // dp + i % ep) % ep) * local + (int(3 * max(local / dp, 1)) + i // ep) % local
+    np.testing.assert_array_equal(np.asarray(got).ravel(), want)
+
+
+def test_errors_name_the_shapes():
+    x, gate, bias = SMALL[0].make_inputs(0)
+    with pytest.raises(ValueError, match=r"bias \[16\], got \(15,\)"):
+        router(x, gate, bias[:15], k=3)
+    with pytest.raises(ValueError, match="k = 17"):
+        router(x, gate, bias, k=17)
+    with pytest.raises(ValueError, match="ep_size"):
+        fake_balance(4, 2, experts=10, ep_size=4)
+    assert explain(x, gate, bias, k=3, arch="cpu")["chosen"] == "reference"
