@@ -1,0 +1,62 @@
+"""Norms and matrix products, with the rounding points of the reference (spec/model.md sections 2, 4, 14)."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.params import Fp8Linear
+from dsv41_jax.precision import Precision
+from pallas_kernels import codecs
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def rms_norm(
+    x,  # [..., D] any float
+    weight,  # bf16[D] or f32[D]
+    eps: float,
+):
+    """x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded once to x's dtype."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def matmul(
+    x,  # dtype[..., I]
+    weight,  # [O, I]
+    out_dtype=None,
+):
+    """x @ weight^T accumulated in fp32, rounded to out_dtype (x's dtype by default). fp32 operands never run as TF32."""
+    weight = weight.astype(x.dtype)
+    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST,
+                            preferred_element_type=jnp.float32)  # fmt: skip
+    return y.astype(out_dtype or x.dtype)
+
+
+def quantise_input(
+    x,  # dtype[..., I]
+    p: Precision,
+):
+    """The input of an FP8 or FP4 linear after its per-32 FP8 round trip (exact in bf16); unchanged in fp32 precisions."""
+    if not p.quantise_activations:
+        return x
+    return codecs.dequantize_fp8(*codecs.quantize_fp8(x)).astype(x.dtype)
+
+
+def fp8_matmul(
+    x,  # dtype[..., I], already through quantise_input
+    weight,  # f8[O, I]
+    scale,  # u8[ceil(O/32), ceil(I/32)]
+):
+    """Products of e4m3 values and powers of two are exact in bf16, so a bf16 product with fp32 accumulation is the
+    block-scaled product up to the order of summation."""
+    return matmul(x, codecs.dequantize_weight_fp8(weight, scale, x.dtype))
+
+
+def fp8_linear(
+    x,  # dtype[..., I]
+    linear: Fp8Linear,
+    p: Precision,
+):
+    """dtype[..., O]: the FP8 linear of spec/model.md section 4."""
+    return fp8_matmul(quantise_input(x, p), linear.weight[...], linear.scale[...])
