@@ -1,0 +1,196 @@
+"""index_score and index_score_blocks against loops in numpy, with poisoned pages, odd page sizes and odd bounds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import codecs
+from pallas_kernels.index_score import explain, explain_blocks, index_score, index_score_blocks, specs
+
+BF16 = ml_dtypes.bfloat16
+
+
+def key_of(pool, table_row, position, entries, dim):
+    """Decoded key f64[J] of one logical position, or None if it is unallocated."""
+    column = position // entries
+    if not 0 <= column < len(table_row) or not 0 < table_row[column] < pool.shape[0]:
+        return None
+    page, entry = pool[table_row[column]], position % entries
+    if pool.dtype != np.uint8:
+        return page[entry].astype(np.float64)
+    packed = page[entry * dim // 2 : (entry + 1) * dim // 2]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(dim).astype(np.uint8)
+    at = entries * dim // 2 + entry * (dim // 32)
+    scale = 2.0 ** (page[at : at + dim // 32].astype(np.float64) - 127)
+    return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * np.repeat(scale, 32)
+
+
+def score_of(q, weights, key):
+    """q f64[heads, J], weights bf16|f32[heads], key f64[J] -> the score with the roundings of the weights' dtype."""
+    if key is None:
+        return 0.0
+    dtype = weights.dtype.type
+    term = np.maximum((q @ key).astype(dtype), dtype(0)) * weights
+    return float(term.astype(np.float64).sum().astype(dtype)) + 0.0
+
+
+def loop(q, head_weights, index_pool, table, lengths, entries, position_of, width):
+    rows, heads, dim = q.shape
+    out = np.full((rows, width), -np.inf)
+    for t in range(rows):
+        request = t // (rows // table.shape[0])
+        for c in range(min(max(int(lengths[t]), 0), width)):
+            key = key_of(index_pool, table[request], position_of(t, c), entries, dim)
+            out[t, c] = score_of(q[t].astype(np.float64), head_weights[t], key)
+    return out
+
+
+def loop_dense(inputs, spec):
+    kw = {k: v for k, v in inputs.items() if k != "visible"}
+    return loop(**kw, lengths=inputs["visible"], entries=spec.page_entries, position_of=lambda t, c: c,
+                width=spec.capacity)  # fmt: skip
+
+
+def loop_blocks(inputs, spec):
+    ids, size = inputs["block_ids"], spec.block_size
+    kw = {k: v for k, v in inputs.items() if k not in ("block_ids", "end")}
+    return loop(**kw, lengths=inputs["end"], entries=spec.page_entries, width=ids.shape[1] * size,
+                position_of=lambda t, c: int(ids[t, c // size]) * size + c % size)  # fmt: skip
+
+
+def as_values(inputs, spec):
+    """The same problem in fp32 with a value pool (precision `float32`)."""
+    pages, dim, entries = len(inputs["index_pool"]), spec.dim, spec.page_entries
+    table = np.arange(pages).reshape(1, pages)
+    zero = np.zeros(dim)
+    pool = [[key_of(inputs["index_pool"], table[0], p * entries + e, entries, dim) for e in range(entries)]
+            for p in range(pages)]  # fmt: skip
+    pool = np.array([[zero if k is None else k for k in page] for page in pool], np.float32)
+    pool[0] = np.nan
+    return inputs | dict(
+        q=inputs["q"].astype(np.float32), head_weights=inputs["head_weights"].astype(np.float32), index_pool=pool
+    )
+
+
+def check(got, want, dtype):
+    got = np.asarray(got)
+    assert got.dtype == dtype
+    got = got.astype(np.float64)
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    seen = np.isfinite(want)
+    assert seen.any()
+    scale = np.abs(want[seen]).max()
+    # fp32 sums of heads in another order may move a bf16 result by one unit in the last place
+    np.testing.assert_allclose(got[seen], want[seen], rtol=2**-7 if dtype == BF16 else 1e-5, atol=scale * 1e-6)
+    assert not (np.signbit(got) & (got == 0)).any(), "-0 must be written as +0"
+
+
+@pytest.mark.parametrize("spec", specs.CPU_SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("precision", ["released", "float32"])
+def test_dense_matches_loop(spec, precision):
+    inputs = spec.make_inputs(seed=1)
+    if precision == "float32":
+        inputs = as_values(inputs, spec)
+    got = jax.jit(lambda kw: index_score(**kw))(inputs)
+    check(got, loop_dense(inputs, spec), inputs["head_weights"].dtype)
+
+
+@pytest.mark.parametrize("spec", specs.CPU_BLOCK_SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("precision", ["released", "float32"])
+def test_blocks_match_loop(spec, precision):
+    inputs = spec.make_inputs(seed=2)
+    if precision == "float32":
+        inputs = as_values(inputs, spec)
+    got = jax.jit(lambda kw: index_score_blocks(**kw, block_size=spec.block_size))(inputs)
+    check(got, loop_blocks(inputs, spec), inputs["head_weights"].dtype)
+
+
+@pytest.mark.parametrize("page", [0, -1, -7, -99, 10_000])
+def test_unallocated_pages_score_zero(page):
+    spec = specs.TINY
+    inputs = spec.make_inputs(seed=3)
+    inputs["table"][1, 1] = page
+    got = np.asarray(index_score(**inputs)).astype(np.float64)
+    check(index_score(**inputs), loop_dense(inputs, spec), BF16)
+    assert not got[spec.span :, spec.page_entries : 2 * spec.page_entries].any()
+    blocks = specs.TINY_BLOCKS.make_inputs(seed=3)
+    blocks["table"][0, 2] = page
+    check(index_score_blocks(**blocks), loop_blocks(blocks, specs.TINY_BLOCKS), BF16)
+
+
+@pytest.mark.parametrize("length", [-(2**31), -1, 0, 1, 27, 28, 29, 2**31 - 1])
+def test_any_length_is_defined(length):
+    spec = specs.TINY
+    inputs = spec.make_inputs(seed=4)
+    inputs["visible"][2] = length
+    check(index_score(**inputs), loop_dense(inputs, spec), BF16)
+    blocks = specs.TINY_BLOCKS.make_inputs(seed=4)
+    blocks["end"][2] = length
+    check(index_score_blocks(**blocks), loop_blocks(blocks, specs.TINY_BLOCKS), BF16)
+
+
+def test_poison_of_an_invalid_request_stays_there():
+    spec = specs.TINY
+    inputs = spec.make_inputs(seed=5)
+    clean = np.asarray(index_score(**inputs))
+    inputs["visible"][: spec.span] = 0
+    inputs["q"][: spec.span] = np.nan
+    inputs["head_weights"][: spec.span] = np.inf
+    got = np.asarray(index_score(**inputs))
+    assert np.isneginf(got[: spec.span].astype(np.float32)).all()
+    np.testing.assert_array_equal(got[spec.span :], clean[spec.span :])
+
+
+def test_packed_queries_are_the_same_queries():
+    spec = specs.TINY_ODD
+    inputs = spec.make_inputs(seed=6)
+    packed = codecs.quantize_mxfp4(jnp.asarray(inputs["q"]))
+    np.testing.assert_array_equal(
+        np.asarray(index_score(**inputs)), np.asarray(index_score(**inputs | dict(q=packed)))
+    )
+
+
+def test_candidates_score_what_the_dense_scorer_scores():
+    spec = specs.TINY_BLOCKS
+    inputs = spec.make_inputs(seed=7)
+    blocks = np.asarray(index_score_blocks(**inputs))
+    kw = {k: v for k, v in inputs.items() if k not in ("block_ids", "end")}
+    dense = np.asarray(index_score(**kw, visible=np.full(spec.rows, spec.capacity, np.int32)))
+    column = np.arange(spec.blocks * spec.block_size)
+    position = inputs["block_ids"][:, column // 8] * 8 + column % 8
+    for t in range(spec.rows):
+        np.testing.assert_array_equal(blocks[t, : inputs["end"][t]], dense[t, position[t, : inputs["end"][t]]])
+
+
+def test_requests_are_scored_in_turn_when_they_do_not_fit(monkeypatch):
+    spec = dataclasses.replace(specs.TINY, batch=5)
+    inputs = spec.make_inputs(seed=8)
+    whole = np.asarray(index_score(**inputs))
+    from pallas_kernels.index_score import reference
+
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 2 * spec.span * spec.heads * spec.capacity)
+    np.testing.assert_array_equal(np.asarray(index_score(**inputs)), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(visible=np.zeros(5, np.int32)), "visible expected"),
+        (dict(table=np.zeros((4, 3), np.int32)), "table expected"),
+        (dict(index_pool=np.zeros((3, 70), np.uint8)), "index_pool expected"),
+        (dict(q=np.zeros((6, 4, 32), np.float32)), "q.dtype expected"),
+    ],
+)
+def test_bad_shapes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        index_score(**specs.TINY.make_inputs(seed=0) | change)
+
+
+def test_explain_names_the_choice():
+    dense, blocks = specs.TINY.make_inputs(seed=0), specs.TINY_BLOCKS.make_inputs(seed=0)
+    assert explain(*dense.values(), arch="cpu")["chosen"] == "reference"
+    assert explain_blocks(*blocks.values(), arch="cpu")["chosen"] == "reference"

@@ -1,0 +1,192 @@
+"""sparse_attention against a float64 loop in numpy: keys, masks, sink, inverse RoPE, empty rows, poison."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.sparse_attention import attend, explain, sparse_attention, specs
+
+POISON = 0xFF  # as e4m3 payload and scale: NaN; as e8m0 scale: 2^128
+
+
+def decode_fp8(record, dim):
+    values = record[..., :dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return values * np.repeat(2.0 ** (record[..., dim:].astype(np.float64) - 127), 32, -1)
+
+
+def decode_fp4(record, dim):
+    packed = record[..., : dim // 2]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*record.shape[:-1], dim)
+    values = codes.view(np.uint8).astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    return values * np.repeat(record[..., dim // 2 :].view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, -1)
+
+
+def loop(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *, window, scale, bounds=None):
+    """The definition, one row and one head at a time, in float64."""
+    batch, span, heads, dim = q.shape
+    out = np.zeros(q.shape)
+    for b, s in np.ndindex(batch, span):
+        p, slot = positions[b, s], slots[b]
+        if p < 0 or slot < 0:
+            continue
+        first, last = (max(p - window + 1, 0), p) if bounds is None else (bounds[0][b, s], bounds[1][b, s] - 1)
+        rows = [window_pool[slot, k % window_pool.shape[1]] for k in range(first, last + 1)]
+        keys = [decode_fp8(r, dim) if r.dtype == np.uint8 else r.astype(np.float64) for r in rows]
+        for entry in [] if global_slots is None else global_slots[b, s]:
+            if entry >= 0:
+                r = global_pool[entry // global_pool.shape[1], entry % global_pool.shape[1]]
+                keys.append(decode_fp4(r, dim) if r.dtype == np.uint8 else r.astype(np.float64))
+        if not keys:
+            continue
+        keys = np.stack(keys)
+        for h in range(heads):
+            logits = keys @ q[b, s, h].astype(np.float64) * scale
+            peak = max(logits.max(), sink[h])
+            p_ = np.exp(logits - peak)
+            out[b, s, h] = p_ @ keys / (p_.sum() + np.exp(sink[h] - peak))
+        pairs = cos.shape[-1]
+        z = out[b, s, :, dim - 2 * pairs :: 2] + 1j * out[b, s, :, dim - 2 * pairs + 1 :: 2]
+        z = z * (cos[b, s].astype(np.float64) - 1j * sin[b, s])
+        out[b, s, :, dim - 2 * pairs :: 2], out[b, s, :, dim - 2 * pairs + 1 :: 2] = z.real, z.imag
+    return out
+
+
+def unpacked(inputs, dim):
+    """The same problem with value pools (precision `float32`)."""
+    more = dict(q=inputs["q"].astype(np.float32), window_pool=decode_fp8(inputs["window_pool"], dim).astype(np.float32))
+    if inputs["global_pool"] is not None:
+        more["global_pool"] = decode_fp4(inputs["global_pool"], dim).astype(np.float32)
+    return inputs | more
+
+
+def check(inputs, spec, tolerance, **options):
+    got = np.asarray(jax.jit(lambda kw: sparse_attention(**kw, **spec.options, **options))(inputs))
+    bounds = (options["window_start"], options["window_end"]) if options else None
+    want = loop(**inputs, **spec.options, bounds=bounds)
+    assert got.dtype == inputs["q"].dtype
+    error = np.linalg.norm(got.astype(np.float64) - want) / max(np.linalg.norm(want), 1e-30)
+    assert error < tolerance, f"{spec.name}: relative error {error:.2e}"
+    return got
+
+
+@pytest.mark.parametrize("spec", specs.CPU_SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("precision", ["released", "float32_cache", "float32"])
+def test_matches_loop(spec, precision):
+    inputs = spec.make_inputs(seed=7)
+    if precision == "float32_cache":
+        inputs["q"] = inputs["q"].astype(np.float32)
+    elif precision == "float32":
+        inputs = unpacked(inputs, spec.dim)
+    check(inputs, spec, 6e-3 if precision == "released" else 2e-6)
+
+
+@pytest.mark.parametrize("context", [0, 1, 6, 7, 8, 11, 12, 40])
+def test_window_edges(context):
+    """Sequences shorter than, equal to and longer than the window and the ring."""
+    spec = dataclasses.replace(specs.TINY, context=context, selected=0)
+    inputs = spec.make_inputs(seed=context)
+    inputs["q"] = inputs["q"].astype(np.float32)
+    check(inputs, spec, 2e-6)
+
+
+def poisoned(inputs, spec):
+    """Fill every record that no row may read with NaN bytes."""
+    ring = np.full_like(inputs["window_pool"], POISON)
+    for b, s in np.ndindex(spec.batch, spec.span):
+        p = inputs["positions"][b, s]
+        if p >= 0 and inputs["slots"][b] >= 0:
+            used = [k % spec.ring for k in range(max(p - spec.window + 1, 0), p + 1)]
+            ring[inputs["slots"][b], used] = inputs["window_pool"][inputs["slots"][b], used]
+    pool = np.full_like(inputs["global_pool"], POISON).reshape(-1, inputs["global_pool"].shape[-1])
+    used = inputs["global_slots"][inputs["global_slots"] >= 0]
+    pool[used] = inputs["global_pool"].reshape(pool.shape)[used]
+    return inputs | dict(window_pool=ring, global_pool=pool.reshape(inputs["global_pool"].shape))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_poison_reaches_nobody(dtype):
+    spec = dataclasses.replace(specs.TINY, batch=4, context=5, sparsity=0.5)
+    inputs = spec.make_inputs(seed=3)
+    inputs["q"] = inputs["q"].astype(dtype)
+    inputs["slots"][1] = -1  # invalid request
+    inputs["positions"][2, 2] = -1  # padding row
+    inputs["global_slots"][0] = -1  # window only
+    clean = check(inputs, spec, 6e-3)
+    dirty = poisoned(inputs, spec)
+    dirty["q"] = inputs["q"].copy()
+    dirty["q"][1], dirty["q"][2, 2] = np.nan, np.inf
+    got = np.asarray(jax.jit(lambda kw: sparse_attention(**kw, **spec.options))(dirty))
+    np.testing.assert_array_equal(got, clean)
+    assert not got[1].any() and not got[2, 2].any()
+
+
+def test_empty_rows_are_zero_and_slots_outside_the_pool_are_masked():
+    spec = specs.TINY
+    inputs = spec.make_inputs(seed=4)
+    none = np.full((spec.batch, spec.span), 0, np.int32)
+    outside = np.full_like(inputs["global_slots"], inputs["global_pool"].shape[0] * spec.page_entries)
+    got = sparse_attention(**inputs | dict(global_slots=outside), window_start=none, window_end=none, **spec.options)
+    assert not np.asarray(got).any()
+
+
+def test_explicit_bounds_are_shared_by_all_rows_of_a_draft_block():
+    """The drafter's key set: context positions max(0, P - W)..P - 1 and the block's own rows, for every row."""
+    spec = dataclasses.replace(specs.TINY_SWA, span=5, ring=13)
+    for prefix in (1, 7, 8, 9, 30):
+        inputs = dataclasses.replace(spec, context=prefix).make_inputs(seed=prefix)
+        inputs["q"] = inputs["q"].astype(np.float32)
+        start = np.full((spec.batch, 5), max(0, prefix - 8), np.int32)
+        end = np.full((spec.batch, 5), prefix + 5, np.int32)
+        check(inputs, dataclasses.replace(spec, window=13), 2e-6, window_start=start, window_end=end)
+
+
+def test_order_of_pages_and_slots_does_not_matter():
+    spec = specs.TINY
+    inputs = spec.make_inputs(seed=5)
+    inputs["q"] = inputs["q"].astype(np.float32)
+    base = np.asarray(sparse_attention(**inputs, **spec.options))
+    rng = np.random.default_rng(0)
+    pages, entries = inputs["global_pool"].shape[:2]
+    move = rng.permutation(pages)
+    pool = np.empty_like(inputs["global_pool"])
+    pool[move] = inputs["global_pool"]
+    slots = inputs["global_slots"]
+    slots = np.where(slots >= 0, move[slots // entries] * entries + slots % entries, -1)
+    slots = rng.permuted(slots, axis=-1).astype(np.int32)
+    again = np.asarray(sparse_attention(**inputs | dict(global_pool=pool, global_slots=slots), **spec.options))
+    np.testing.assert_allclose(again, base, rtol=2e-5, atol=1e-6)
+
+
+def test_sink_only_lowers_the_output():
+    q = jnp.ones((1, 2, 32), jnp.float32)
+    keys = jnp.ones((1, 4, 32), jnp.float32)
+    mask = jnp.ones((1, 4), bool)
+    sink = jnp.array([-jnp.inf, 32.0])  # raw logit: exp(32) beside 4 * exp(32 * 1.0)
+    out = attend(q, keys, mask, sink, 1.0)
+    np.testing.assert_allclose(out[0, :, 0], [1.0, 0.8], rtol=1e-6)
+    assert not np.asarray(attend(q, keys, ~mask, jnp.array([200.0, -200.0]), 1.0)).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(slots=np.zeros(5, np.int32)), "slots expected"),
+        (dict(window_pool=np.zeros((2, 12, 60), np.uint8)), "window_pool expected"),
+        (dict(global_slots=None), "both or neither"),
+        (dict(sink=np.zeros(3, np.float32)), "sink expected"),
+        (dict(sin=np.zeros((2, 3, 9), np.float32)), "sin expected"),
+    ],
+)
+def test_bad_shapes_are_refused(change, message):
+    inputs = specs.TINY.make_inputs(seed=0) | change
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(**inputs, **specs.TINY.options)
+
+
+def test_explain_names_the_choice():
+    inputs = specs.TINY.make_inputs(seed=0)
+    assert explain(*inputs.values(), arch="cpu", **specs.TINY.options)["chosen"] == "reference"
