@@ -1,0 +1,121 @@
+"""DSpark drafter: propose a block of tokens, commit target features to the draft window (spec/model.md section 11)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax import hyper, rope
+from dsv41_jax.attention import output_projection, project_front, window_kv
+from dsv41_jax.cache import State, store_window
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.linear import fp8_linear, matmul, rms_norm
+from dsv41_jax.model import Network, block, head, initial_streams
+from dsv41_jax.params import Transformer
+from pallas_kernels.sparse_attention.api import sparse_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """tokens i32[B, G]; logits f32[B, G, V], Markov bias included, along the drafted chain; confidence f32[B, G] raw."""
+
+    tokens: jax.Array
+    logits: jax.Array
+    confidence: jax.Array
+
+
+def commit(
+    params: Transformer,
+    state: State,
+    features,  # dtype[T, F*H] target features
+    row_slots,  # i32[T], -1 = not committed
+    positions,  # i32[T]
+    net: Network,
+) -> State:
+    """Write the draft window rows of committed target positions, in every stage. Rejected and padding rows have slot -1."""
+    c, p = net.config, net.precision
+    with jax.named_scope("draft_commit"):
+        main = rms_norm(fp8_linear(features, params.draft.main_proj, p), params.draft.main_norm[...], c.rms_norm_eps)
+        cos, sin = rope.tables(rope.frequencies(c, False), jnp.maximum(positions, 0))
+        rings = []
+        for ring, stage in zip(state.draft_window, params.draft.stages, strict=True):
+            kv = window_kv(main, stage.attn, cos, sin, c, p)
+            rings.append(store_window(ring, kv, row_slots, positions))
+        return dataclasses.replace(state, draft_window=tuple(rings))
+
+
+def propose(
+    params: Transformer,
+    state: State,
+    anchor,  # i32[B] newest token, not yet run through the target
+    position,  # i32[B] its position P
+    slots,  # i32[B], < 0 = padding request
+    net: Network,
+    choose,  # (logits f32[B, V], column int) -> i32[B]: picks the drafted token of a column
+) -> tuple[State, Proposal]:
+    """Draft the block's tokens: every row sees the same context P-W..P-1 and all rows of the block.
+
+    The block's own KV goes through the draft window (as any key does) and is overwritten by the next commit."""
+    c, p = net.config, net.precision
+    b, n = anchor.shape[0], c.dspark_block_size
+    with jax.named_scope("draft_propose"):
+        tokens = jnp.full((b, n), c.dspark_noise_token_id, jnp.int32).at[:, 0].set(anchor)
+        live = slots >= 0
+        positions = jnp.where(live[:, None], position[:, None] + jnp.arange(n, dtype=jnp.int32), -1)
+        row_slots = jnp.where(positions >= 0, slots[:, None], -1).reshape(-1)
+        bounds = _context(state, position, slots, n, c)
+        streams, pre = initial_streams(params, tokens.reshape(-1), c, p)
+        cos, sin = rope.tables(rope.frequencies(c, False), jnp.maximum(positions, 0))
+        rings = list(state.draft_window)
+        for i, stage in enumerate(params.draft.stages):
+            with jax.named_scope(f"draft_stage{i}"):
+                attend = _stage_attention(rings, i, stage.attn, row_slots, positions, slots, bounds, cos, sin, net)
+                streams, pre = block(streams, pre, stage, attend, c.dspark_num_experts_per_tok, net)
+        x = hyper.collapse(streams, pre)
+        base = head(params, rms_norm(x, params.draft.norm[...], c.rms_norm_eps)).reshape(b, n, -1)
+        proposal = _markov(params, x.reshape(b, n, -1), base, anchor, choose)
+        return dataclasses.replace(state, draft_window=tuple(rings)), proposal
+
+
+def _context(state, position, slots, n: int, c: ModelConfig):
+    """(start, end) i32[B, n] of the key range, the same for all rows of a block."""
+    floor = jnp.where(slots >= 0, state.draft_from[jnp.maximum(slots, 0)], 0)
+    start = jnp.maximum(jnp.maximum(position - c.sliding_window, floor), 0)
+    return jnp.broadcast_to(start[:, None], (start.shape[0], n)), jnp.broadcast_to(position[:, None] + n, (start.shape[0], n))
+
+
+def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos, sin, net: Network):
+    c, p = net.config, net.precision
+    b, n = positions.shape
+    flat_cos, flat_sin = cos.reshape(b * n, -1), sin.reshape(b * n, -1)
+
+    def attend(u):
+        qr, kv = project_front(u, params, c, p)
+        rings[i] = store_window(rings[i], rope.rotate(kv, flat_cos, flat_sin), row_slots, positions.reshape(-1))
+        q = fp8_linear(qr, params.qb, p).reshape(-1, c.num_attention_heads, c.head_dim)
+        q = rope.rotate(q, flat_cos[:, None], flat_sin[:, None]).reshape(b, n, c.num_attention_heads, c.head_dim)
+        o = sparse_attention(
+            q, rings[i], slots, positions, None, None, params.sink[...], cos, sin,
+            window=c.sliding_window + n, scale=c.head_dim**-0.5, window_start=bounds[0], window_end=bounds[1],
+            impl=net.options.impl("sparse_attention"),
+        )  # fmt: skip
+        return output_projection(o.reshape(b * n, c.num_attention_heads, c.head_dim), params, c, p)
+
+    return attend
+
+
+def _markov(params: Transformer, x, base, anchor, choose) -> Proposal:
+    """The sequential Markov head: each column's logits depend on the token drafted before it."""
+    draft = params.draft
+    embed, markov, weight = draft.markov_embed[...], draft.markov_head[...], draft.confidence[...].astype(jnp.float32)
+    previous, tokens, logits, confidence = anchor, [], [], []
+    for i in range(base.shape[1]):
+        with jax.named_scope("markov"):
+            e = embed[jnp.clip(previous, 0, embed.shape[0] - 1)].astype(x.dtype)
+            logits.append(base[:, i] + matmul(e, markov, jnp.float32))
+            joint = jnp.concatenate([x[:, i].astype(jnp.float32), e.astype(jnp.float32)], -1)
+            confidence.append(jnp.sum(joint * weight[0], -1))
+            previous = choose(logits[-1], i)
+            tokens.append(previous)
+    return Proposal(jnp.stack(tokens, 1), jnp.stack(logits, 1), jnp.stack(confidence, 1))

@@ -1,0 +1,76 @@
+"""Mixture of experts: router, routed experts behind an exchange object, shared expert (spec/model.md section 9)."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram import lookup
+from dsv41_jax.linear import fp8_linear
+from dsv41_jax.options import DecodeOptions
+from dsv41_jax.params import Experts, MoE
+from dsv41_jax.precision import Precision
+from pallas_kernels.experts.api import experts
+from pallas_kernels.router.api import fake_balance, router
+
+
+class LocalExchange:
+    """Expert exchange of a single rank: it owns every expert and every engram row.
+
+    The sharded exchanges of `sharding` have the same three members and the same results.
+    """
+
+    ranks = 1
+
+    def run_experts(self, x, ids, weights, params: Experts, run):
+        """f32[T, H]: `run(x, ids, weights, params, first_expert)` over all rows and all ranks, summed in id order."""
+        return run(x, ids, weights, params, 0)
+
+    def lookup(self, table, scale, rows, dtype):
+        """dtype[T, n*D]: dequantised rows of a (possibly sharded) engram table; rows i32[T, n] are global."""
+        return lookup(table, scale, rows, dtype)
+
+    def rank(self):
+        """i32[]: this rank."""
+        return jnp.int32(0)
+
+
+def swiglu(
+    gate_up,  # dtype[T, 2F]: gate columns, then up columns
+    limit: float,
+):
+    """f32[T, F]: silu(min(gate, limit)) * clamp(up, +-limit)."""
+    g, v = jnp.split(gate_up.astype(jnp.float32), 2, -1)
+    return jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(v, -limit, limit)
+
+
+def moe(
+    x,  # dtype[T, H], the ffn_norm output
+    params: MoE,
+    k: int,
+    exchange,
+    c: ModelConfig,
+    p: Precision,
+    options: DecodeOptions,
+    taps: dict | None = None,
+    name: str = "",
+):
+    """dtype[T, H]: routed sum in fp32, then the shared expert, rounded once."""
+    with jax.named_scope("router"):
+        ids, weights = router(x, params.gate[...], params.bias[...], k=k, scale=c.routed_scaling_factor,
+                              precision=p.name, impl=options.impl("router"))  # fmt: skip
+        if options.fake_balance_experts:
+            ids, weights = fake_balance(x.shape[0], k, experts=params.gate.shape[0], ep_size=exchange.ranks,
+                                        dp_size=exchange.ranks, dp_rank=exchange.rank())  # fmt: skip
+    if taps is not None:
+        taps[f"gate_indices_{name}"], taps[f"gate_weights_{name}"] = ids, weights
+
+    def run(x, ids, weights, e: Experts, first):
+        return experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], swiglu_limit=c.swiglu_limit,
+                       first_expert=first, precision=p.name, impl=options.impl("experts"))  # fmt: skip
+
+    with jax.named_scope("experts"):
+        routed = exchange.run_experts(x, ids, weights, params.experts, run)
+    with jax.named_scope("shared_expert"):
+        hidden = swiglu(fp8_linear(x, params.shared_w13, p), c.swiglu_limit).astype(x.dtype)
+        shared = fp8_linear(hidden, params.shared_w2, p)
+    return (routed + shared.astype(jnp.float32)).astype(x.dtype)
