@@ -48,7 +48,7 @@ def load(precision: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def load_drafts(precision: str) -> dict[str, np.ndarray]:
-    """DSpark arrays of one precision. `draft_logits` f32[3, A, 5, 512] holds the anchors `logit_anchors` i32[A] of the 17
+    """DSpark arrays of one precision. `draft_logits` f32[3, A, 5, 512] has the anchors `logit_anchors` i32[A] of the 17
     (`draft_logits[:, i]` belongs to `anchor_pos[:, logit_anchors[i]]`); everything else covers all 17. Read-only."""
     return _load(f"{VARIANTS[precision]}_dspark")
 

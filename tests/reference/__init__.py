@@ -11,5 +11,6 @@ independent to agree with: nothing here imports JAX or any of the project's pack
 `dspark`            the drafter and greedy decoding with and without it
 `geometries`        small configs of shapes that the golden data lacks
 `random_weights`    random checkpoints for any config, under the released names and dtypes
+`record`            a whole teacher-forced pass as arrays under the golden data's names
 =================== ====================================================================================
 """

@@ -1,5 +1,7 @@
 """The DSpark drafter and greedy decoding with and without it (spec/model.md sections 11 and 12).
 
+Use:
+
     drafter = Drafter(model)
     windows = drafter.new_windows()
     drafter.commit(windows, out.features, position)          # after every committed target token
@@ -65,7 +67,7 @@ class Drafter:
             window.pop(position - self.c.sliding_window, None)
 
     def propose(self, windows, anchor: int, position: int) -> Proposal:
-        """Drafts for positions position+1.. after the anchor token at `position`; windows hold the positions before it."""
+        """Drafts for the positions after the anchor token's `position`; windows hold those before it."""
         size, last = self.c.dspark_block_size, self.stages[-1]
         tokens = [anchor] + [self.c.dspark_noise_token_id] * (size - 1)
         positions = [position + i for i in range(size)]
@@ -102,8 +104,8 @@ def greedy(model: Model, prompt, count: int) -> list[int]:
 def speculative_greedy(model: Model, prompt, count: int, gamma: int, propose=None):
     """Draft, verify, accept -> (the first `count` tokens after `prompt`, accepted drafts of every round).
 
-    `gamma` of the block's drafts are verified. `propose(windows, anchor, position) -> ids` replaces the drafter. The verify
-    chunk runs on a copy of the state, and the committed tokens run again on the real one: nothing to roll back.
+    `gamma` of the block's drafts are verified. `propose(windows, anchor, position) -> ids` replaces the drafter. The
+    verify chunk runs on a copy of the state, and the committed tokens run again on the real one: nothing to roll back.
     """
     drafter = Drafter(model)
     propose = propose or (lambda *args: drafter.propose(*args).ids)

@@ -1,12 +1,14 @@
 """The backbone, one token at a time with explicit caches (spec/model.md sections 2-10).
 
+Use:
+
     model = Model(Weights(read_safetensors(path)), Config.from_hf(json), token_map, "float32")
     state = model.new_state()
     for token in ids:
         out = model.step(state, token)      # out.logits f32[V], out.features f32[targets*H], out.trace {name: array}
 
-Precisions: `released` rounds where the release stores bf16 and quantises linear inputs and caches; `float32_cache` keeps
-the cache formats only; `float32` quantises nothing. Weights are the exact dequantised values in all three.
+Precisions: `released` rounds where the release stores bf16 and quantises linear inputs and caches; `float32_cache`
+keeps the cache formats only; `float32` quantises nothing. Weights are the exact dequantised values in all three.
 `released_bf16_blocks` is `released` but for the linears' accumulator, which is rounded to bf16 after every 32 channels:
 the recorded golden data were made so, against the specification (section 4: fp32 over the blocks, one rounding).
 """
@@ -83,7 +85,9 @@ class Output:
 class Block:
     """The parts that backbone layers and draft stages share: linears, mHC sublayers, attention front and back, MoE."""
 
-    def __init__(self, weights: Weights, config: Config, precision: Precision, prefix: str, ratio: int, experts_per_token):
+    def __init__(
+        self, weights: Weights, config: Config, precision: Precision, prefix: str, ratio: int, experts_per_token
+    ):
         self.w, self.c, self.p, self.prefix = weights, config, precision, prefix
         self.experts_per_token = experts_per_token
         self.frequencies = ops.rope_frequencies(config, ratio)
@@ -143,7 +147,11 @@ class Block:
     def moe(self, x, trace, tag):
         """x [H] -> [H]; the routed experts are summed in ascending id, then the shared one."""
         ids, weights = ops.route(
-            x, self.get("ffn.gate.weight"), self.get("ffn.gate.bias"), self.experts_per_token, self.c.routed_scaling_factor
+            x,
+            self.get("ffn.gate.weight"),
+            self.get("ffn.gate.bias"),
+            self.experts_per_token,
+            self.c.routed_scaling_factor,
         )
         trace[f"gate_indices_{tag}"], trace[f"gate_weights_{tag}"] = ids, weights
         total = np.zeros(self.c.hidden_size, F32)
@@ -215,7 +223,7 @@ class Layer(Block):
         return ops.select_entries(scores, allowed, self.c.index_topk)
 
     def attention(self, streams, pre, position, caches, shared, trace):
-        """The attention sublayer: streams [M, H], pre [M] -> streams, this site's pre. Writes this layer's caches first."""
+        """The attention sublayer: streams [M, H], pre [M] -> streams, this site's pre. Caches are written first."""
         next_pre, post, comb = self.coefficients(streams, "attn")
         u = self.norm(self.collapse(streams, pre), "attn_norm")
         cache = caches[self.index]

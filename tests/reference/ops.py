@@ -12,7 +12,7 @@ F32 = np.float32
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Geometry, under the names of the HF `text_config`. `compress_ratios` has an entry per layer and per draft stage."""
+    """Geometry, under the HF `text_config` names. `compress_ratios` has an entry per layer and per draft stage."""
 
     vocab_size: int
     hidden_size: int
@@ -123,7 +123,7 @@ def sigmoid(x):
 
 
 def hyper_coefficients(streams, fn, base, scale, config: Config):
-    """Section 3: streams [M, H], fn [(2+M)*M, M*H], base [(2+M)*M], scale [3] -> pre [M], post [M], comb [M, M] (in, out)."""
+    """Section 3: streams [M, H], fn [(2+M)*M, M*H], base [(2+M)*M], scale [3] -> pre [M], post [M], comb [M, M]."""
     m, eps = config.hc_mult, F32(config.hc_eps)
     v = streams.reshape(-1)
     mixed = (fn @ v) / np.sqrt(np.mean(v * v) + F32(config.rms_norm_eps))
@@ -215,7 +215,7 @@ def engram_multipliers(config: Config) -> list[list[int]]:
 
 
 def engram_rows(ids, pad, multipliers, primes):
-    """Table rows of one position. `ids`: compressed ids of the newest token first, at most max_ngram of them (fewer at the
+    """Table rows of one position. `ids`: compressed ids, newest token first, at most max_ngram of them (fewer at the
     start of the text: the rest counts as `pad`) -> list of (max_ngram-1)*heads python ints, n-gram-major."""
     rows, offset = [], 0
     padded = list(ids) + [pad] * (len(multipliers) - len(ids))

@@ -1,4 +1,4 @@
-"""Checkpoint tensors by their released names: a safetensors reader and dequantised access (spec/model.md section 13)."""
+"""Checkpoint tensors by released name: safetensors reader, writer and dequantised access (spec/model.md section 13)."""
 
 import functools
 import json
