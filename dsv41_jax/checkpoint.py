@@ -1,0 +1,326 @@
+"""Loads a released-format checkpoint folder into a `Transformer` (spec/model.md section 13).
+
+A folder holds `config.json`, `model.safetensors` or shards named by `model.safetensors.index.json`, and a tokenizer or
+`engram_token_map.npy`. Headers are checked whole before anything is allocated; then parameters are read through the
+memory map in blocks, in their stored formats, and only the rows that the rank owns. The host holds one block at a time.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.engram import engram_constants
+from dsv41_jax.params import Transformer, flat_paths
+from dsv41_jax.safetensors_io import Entry, MappedFile, SafetensorsError, read_header
+from dsv41_jax.tensors import IGNORED_PREFIXES, IGNORED_SUFFIXES, Source, released_tensors
+from pallas_kernels.codecs import cdiv
+
+SINGLE, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.npy"
+BLOCK_BYTES = 256 << 20  # host staging per parameter block
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; `problems` lists everything found, the message says it all."""
+
+    def __init__(self, folder, problems):
+        self.folder, self.problems = pathlib.Path(folder), tuple(problems)
+        count = len(self.problems)
+        head = f"checkpoint {folder}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n  ".join([head + ":", *self.problems]))
+
+
+def load(
+    folder,
+    config: ModelConfig | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    device=None,
+    progress: bool = True,
+) -> Transformer:
+    """The parameters of one rank, as arrays on `device`.
+
+    config: geometry; None reads the folder's config.json. ranks, rank: expert-parallel ranks and which one this is; it
+    gets experts [rank*E/ranks, (rank+1)*E/ranks) and engram rows [rank*ceil(n/ranks), ...), zero-padded at the end.
+    device: a jax.Device or Sharding; None is the default device. progress: a bar on stderr.
+    Raises CheckpointError with every missing, unexpected, wrongly shaped or wrongly typed tensor and every unreadable
+    file, before any device allocation; ConfigError for an impossible config; ValueError for bad ranks.
+    """
+    c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
+    devices = dict.fromkeys(flat_paths(placeholders), device)
+    return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
+
+
+def reload(
+    params: Transformer,
+    folder,
+    config: ModelConfig | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    progress: bool = True,
+) -> Transformer:
+    """New parameters with the tree, shapes, dtypes and devices of `params`, so that steps compiled for `params` run on
+    without compiling again. `params` itself stays as it is: the caller drops it when the result is there.
+
+    Raises like `load`, and CheckpointError if a parameter would change its shape or dtype. On any error nothing was
+    replaced: a partial reload does not exist.
+    """
+    c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
+    live, new = flat_paths(params), flat_paths(placeholders)
+    problems = [f"{path}: not a parameter of the live model" for path in new if path not in live]
+    problems += [f"{path}: the live model has it, the checkpoint does not" for path in live if path not in new]
+    problems += [
+        f"{path}: live {live[path].dtype}{list(live[path].shape)}, checkpoint {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in new.items()
+        if path in live and (live[path].shape, live[path].dtype) != (leaf.shape, leaf.dtype)
+    ]
+    if problems:
+        raise CheckpointError(folder, problems)
+    devices = {path: leaf.sharding for path, leaf in live.items()}
+    return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
+
+
+# what is in the folder ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Listing:
+    """The tensors of a folder by name: which file holds them and where; and what is wrong with the files."""
+
+    tensors: dict[str, tuple[pathlib.Path, Entry]]
+    problems: list[str]
+
+
+def list_tensors(folder) -> Listing:
+    """Read every header of a folder. Unreadable, truncated or inconsistent files become problems, not exceptions."""
+    folder = pathlib.Path(folder)
+    out = Listing({}, [])
+    if not folder.is_dir():
+        out.problems.append("not a folder" if folder.exists() else "no such folder")
+        return out
+    if (folder / INDEX).is_file():
+        weight_map = _read_index(folder / INDEX, out.problems)
+        shards = sorted(set(weight_map.values()))
+    elif (folder / SINGLE).is_file():
+        weight_map, shards = None, [SINGLE]
+    else:
+        out.problems.append(f"neither {SINGLE} nor {INDEX} in the folder")
+        return out
+    for shard in shards:
+        _add_shard(folder / shard, out)
+    if weight_map is not None:
+        _check_index(weight_map, out)
+    return out
+
+
+def _read_index(path, problems) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(v, str) and pathlib.PurePath(v).name == v for v in weight_map.values()):
+            raise ValueError("weight_map must name files of the folder")
+        return weight_map
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        problems.append(f"{path.name}: not an index ({type(e).__name__}: {e})")
+        return {}
+
+
+def _add_shard(path, out: Listing) -> None:
+    try:
+        entries = read_header(path)
+    except SafetensorsError as e:
+        out.problems.append(f"{path.name}: {e.problem}")
+        return
+    except OSError as e:
+        out.problems.append(f"{path.name}: {e.strerror}")
+        return
+    for name, entry in entries.items():
+        if name in out.tensors:
+            out.problems.append(f"{name}: in {out.tensors[name][0].name} and again in {path.name}")
+        out.tensors[name] = (path, entry)
+
+
+def _check_index(weight_map: dict[str, str], out: Listing) -> None:
+    for name, shard in weight_map.items():
+        if name in out.tensors and out.tensors[name][0].name != shard:
+            out.problems.append(f"{name}: the index says {shard}, it is in {out.tensors[name][0].name}")
+    out.problems += [f"{name}: in {path.name} but not in the index" for name, (path, _) in out.tensors.items()
+                     if name not in weight_map]  # fmt: skip
+
+
+def ignored(name: str) -> bool:
+    """Whether text decode has no use for a tensor of the release: vision and `gate.bias_vl`."""
+    return name.startswith(IGNORED_PREFIXES) or name.endswith(IGNORED_SUFFIXES)
+
+
+def _tensor_problems(listing: Listing, sources: dict[str, Source]) -> list[str]:
+    wanted = {t.name: t for source in sources.values() for t in source.tensors()}
+    out = []
+    for name, tensor in wanted.items():
+        if name not in listing.tensors:
+            out.append(f"{name}: missing, expected {tensor.dtype} {list(tensor.shape)}")
+            continue
+        path, entry = listing.tensors[name]
+        if (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            out.append(f"{name}: expected {tensor.dtype} {list(tensor.shape)}, got {entry.dtype} {list(entry.shape)} "
+                       f"in {path.name}")  # fmt: skip
+    out += [f"{name}: unexpected in {path.name}" for name, (path, _) in listing.tensors.items()
+            if name not in wanted and not ignored(name)]  # fmt: skip
+    return out
+
+
+def _read_token_map(folder: pathlib.Path, c: ModelConfig) -> tuple[np.ndarray | None, list[str]]:
+    """(i32[V] or None, problems): the sidecar if there is one, else derived from the tokenizer."""
+    if not c.engram_layer_ids:
+        return np.zeros(c.vocab_size, np.int32), []
+    name = TOKEN_MAP
+    try:
+        if (folder / TOKEN_MAP).is_file():
+            ids = np.load(folder / TOKEN_MAP, allow_pickle=False)
+        elif (folder / "tokenizer.json").is_file():
+            from dsv41_jax.tokenizer import Tokenizer, derive_token_map
+
+            name = "tokenizer.json"
+            ids = derive_token_map(Tokenizer.from_folder(folder).raw, c.vocab_size)
+        else:
+            return None, [f"neither {TOKEN_MAP} nor tokenizer.json: engram needs one of them"]
+    except (OSError, ValueError, EOFError) as e:
+        return None, [f"{name}: {e}"]
+    return ids, [f"{name}: {p}" for p in token_map_problems(ids, c)]
+
+
+def token_map_problems(ids: np.ndarray, c: ModelConfig) -> list[str]:
+    """What is wrong with a token map: expected i32[V] onto 0..engram_compressed_vocab_size-1."""
+    size = c.engram_compressed_vocab_size
+    if ids.dtype != np.int32 or ids.shape != (c.vocab_size,):
+        return [f"token map expected int32 [{c.vocab_size}], got {ids.dtype} {list(ids.shape)}"]
+    if ids.min() < 0 or ids.max() >= size:
+        return [f"token map expected ids 0..{size - 1}, got {ids.min()}..{ids.max()}"]
+    count = len(np.unique(ids))
+    return [] if count == size else [f"token map expected {size} distinct ids (engram_compressed_vocab_size), got {count}"]
+
+
+def _validated(folder, config, ranks, rank):
+    folder = pathlib.Path(folder)
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
+    listing = list_tensors(folder)
+    if config is None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(folder, [*listing.problems, "no config.json in the folder"])
+        config = ModelConfig.from_file(folder)
+    engram_constants(config)  # refuses table sizes that the hash could not address
+    placeholders = Transformer(config, ranks)
+    problems = list(listing.problems)
+    if listing.tensors:
+        problems += _tensor_problems(listing, released_tensors(config))
+    token_map, map_problems = _read_token_map(folder, config) if folder.is_dir() else (None, [])
+    problems += map_problems
+    if problems:
+        raise CheckpointError(folder, problems)
+    return config, placeholders, {n: path for n, (path, _) in listing.tensors.items()}, token_map
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+def _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress) -> Transformer:
+    sources = released_tensors(c)
+    leaves = flat_paths(placeholders)
+    with contextlib.ExitStack() as stack:
+        maps = {path: stack.enter_context(MappedFile(path)) for path in sorted(set(files.values()))}
+        reader = _Reader({name: maps[path] for name, path in files.items()}, ranks, rank)
+        advance = stack.enter_context(_progress_bar(sum(_nbytes(v) for v in leaves.values()), progress))
+        arrays = []
+        for path, leaf in leaves.items():
+            if path == "token_map":
+                arrays.append(jax.device_put(token_map, devices[path]))
+            else:
+                arrays.append(_read_parameter(reader, sources[path], leaf, devices[path], advance))
+    return jax.tree.unflatten(jax.tree.structure(placeholders), arrays)
+
+
+def _nbytes(leaf) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+
+
+def _read_parameter(reader: "_Reader", source: Source, leaf, device, advance):
+    """The parameter on the device. A small one goes in one piece; a large one is filled block by block in place, so
+    that the host never holds more than a block."""
+    rows = leaf.shape[0]
+    step = max(1, BLOCK_BYTES // max(1, _nbytes(leaf) // rows))
+    if rows <= step:
+        array = jax.device_put(reader.rows(source, leaf, 0, rows), device)
+        advance(_nbytes(leaf))
+        return array
+    array = jnp.zeros(leaf.shape, leaf.dtype, device=device)
+    for low in range(0, rows, step):
+        block = reader.rows(source, leaf, low, min(rows, low + step))
+        array = _fill(array, jax.device_put(block, device), low)
+        # without this the host would run ahead of the copies and hold many blocks
+        array.block_until_ready()
+        advance(block.nbytes)
+    return array
+
+
+@jax.jit(donate_argnums=0)
+def _fill(array, block, row):
+    return jax.lax.dynamic_update_slice_in_dim(array, block, row, 0)
+
+
+class _Reader:
+    """Rows of parameters as fresh host arrays in the parameter's dtype, gathered from the mapped files."""
+
+    def __init__(self, files: dict[str, MappedFile], ranks: int, rank: int):
+        self._files, self._ranks, self._rank = files, ranks, rank
+
+    def rows(self, source: Source, leaf, low: int, high: int) -> np.ndarray:
+        """Rows [low, high) of this rank's parameter (experts, where stacked)."""
+        out = np.empty((high - low, *leaf.shape[1:]), leaf.dtype)
+        if source.per_expert:
+            first = self._rank * (len(source.parts) // self._ranks)
+            for i, expert in enumerate(range(first + low, first + high)):
+                self._join(source.parts[expert], out[i], 0)
+        elif source.rows_sharded:
+            total = source.parts[0].shape[0]
+            self._join(source.parts, out, self._rank * cdiv(total, self._ranks) + low)
+        else:
+            self._join(source.parts, out, low)
+        return out
+
+    def _join(self, parts, out: np.ndarray, low: int) -> None:
+        """Fill `out` with rows low.. of the parts put end to end; zeros beyond the last part."""
+        filled, offset = 0, 0
+        for tensor in parts:
+            n = tensor.shape[0]
+            start = max(low + filled - offset, 0)
+            take = min(n - start, len(out) - filled)
+            if take > 0:
+                file = self._files[tensor.name]
+                # same width by the header check; I8 holds packed nibbles that are u8 on the device
+                out[filled : filled + take] = file.view(tensor.name)[start : start + take].view(out.dtype)
+                file.release(tensor.name, start, start + take)
+                filled += take
+            offset += n
+        out[filled:] = np.zeros((), out.dtype)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, show: bool):
+    """Yields advance(bytes); a bar on stderr if asked for."""
+    if not show:
+        yield lambda n: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("loading weights", total=total)
+        yield lambda n: bar.advance(task, n)
