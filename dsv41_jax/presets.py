@@ -30,17 +30,17 @@ TINY = ModelConfig(
     candidate_topk_blocks=8,
     candidate_block_size=4,
     engram_layer_ids=(1, 4),
-    engram_num_embeddings=(1210, 1464),
+    engram_num_embeddings=(1172, 1392),
     engram_vocab_size=180,
     engram_n_heads=2,
     engram_head_dim=32,
-    engram_compressed_vocab_size=256,
+    engram_compressed_vocab_size=411,
     dspark_noise_token_id=511,
     dspark_target_layer_ids=(5, 6, 7),
     dspark_markov_rank=32,
     dspark_n_routed_experts=8,
     dspark_num_experts_per_tok=2,
-    image_token_id=510,
+    image_token_id=506,
 )
 
 PRESETS = {"flash": FLASH, "tiny": TINY}
