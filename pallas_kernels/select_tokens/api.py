@@ -3,10 +3,13 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import reference
+from . import radix_select, reference
 from .reference import SlotMap
 
-IMPLEMENTATIONS = (Implementation("reference", reference.select_tokens),)
+IMPLEMENTATIONS = (
+    Implementation("radix_select", radix_select.select_tokens, radix_select.ARCHES, radix_select.refuses),
+    Implementation("reference", reference.select_tokens),
+)
 
 
 def _validate(logits, end, k, block_ids, causal, block_size, slot_map):
@@ -32,12 +35,14 @@ def _validate(logits, end, k, block_ids, causal, block_size, slot_map):
             )
         if causal.shape != (rows,) or causal.dtype != jnp.int32:
             raise ValueError(f"select_tokens: expected causal i32[{rows}], got {causal.dtype} {causal.shape}")
-    if slot_map is not None:
-        if slot_map.table.ndim != 2 or slot_map.request.shape != (rows,) or slot_map.entries < 1:
-            raise ValueError(
-                f"select_tokens: expected slot_map with table i32[B, P], request i32[{rows}], entries >= 1, got "
-                f"{slot_map.table.shape}, {slot_map.request.shape}, {slot_map.entries}"
-            )
+    bad_map = slot_map is not None and (
+        slot_map.table.ndim != 2 or slot_map.request.shape != (rows,) or slot_map.entries < 1
+    )
+    if bad_map:
+        raise ValueError(
+            f"select_tokens: expected slot_map with table i32[B, P], request i32[{rows}], entries >= 1, got "
+            f"{slot_map.table.shape}, {slot_map.request.shape}, {slot_map.entries}"
+        )
 
 
 def select_tokens(
