@@ -206,22 +206,32 @@ def token_map_problems(ids: np.ndarray, c: ModelConfig) -> list[str]:
     return [] if count == size else [f"token map expected {size} distinct ids (engram_compressed_vocab_size), got {count}"]
 
 
+def checkpoint_problems(folder, config: ModelConfig) -> list[str]:
+    """Everything that stands between a folder and `load`, from its headers alone; empty if nothing does."""
+    return _check(pathlib.Path(folder), config)[0]
+
+
+def _check(folder: pathlib.Path, c: ModelConfig) -> tuple[list[str], Listing, np.ndarray | None]:
+    listing = list_tensors(folder)
+    problems = list(listing.problems)
+    if listing.tensors:
+        problems += _tensor_problems(listing, released_tensors(c))
+    token_map, map_problems = _read_token_map(folder, c) if folder.is_dir() else (None, [])
+    return problems + map_problems, listing, token_map
+
+
 def _validated(folder, config, ranks, rank):
+    """(config, placeholders, {tensor: file}, token map) of a folder that can be loaded whole."""
     folder = pathlib.Path(folder)
     if ranks < 1 or not 0 <= rank < ranks:
         raise ValueError(f"rank: expected 0 <= rank < ranks, got rank {rank} of {ranks}")
-    listing = list_tensors(folder)
     if config is None:
         if not (folder / "config.json").is_file():
-            raise CheckpointError(folder, [*listing.problems, "no config.json in the folder"])
+            raise CheckpointError(folder, [*list_tensors(folder).problems, "no config.json in the folder"])
         config = ModelConfig.from_file(folder)
     engram_constants(config)  # refuses table sizes that the hash could not address
     placeholders = Transformer(config, ranks)
-    problems = list(listing.problems)
-    if listing.tensors:
-        problems += _tensor_problems(listing, released_tensors(config))
-    token_map, map_problems = _read_token_map(folder, config) if folder.is_dir() else (None, [])
-    problems += map_problems
+    problems, listing, token_map = _check(folder, config)
     if problems:
         raise CheckpointError(folder, problems)
     return config, placeholders, {n: path for n, (path, _) in listing.tensors.items()}, token_map

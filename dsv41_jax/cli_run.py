@@ -1,0 +1,263 @@
+"""The commands that run the model: generate, score, demo (spec: issue text of the command line; see `cli`)."""
+
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from dsv41_jax import checkpoint
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.options import DecodeOptions
+from dsv41_jax.tokenizer import Tokenizer, TokenizerError, check_prompt
+
+
+def generate(args) -> None:
+    """`dsv41 generate`. Raises ValueError or OSError for bad input, before anything is written."""
+    folder = pathlib.Path(args.checkpoint)
+    config = _config(folder)
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    prompts = _prompts(args, folder, tokenizer)
+    for label, ids in prompts:
+        _check_request(label, ids, args, config)
+    gamma = _gamma(args, config)
+    sampling = _sampling(args, folder)
+    with _sink(args.out) as out:
+        params = checkpoint.load(folder, config, progress=not args.no_progress)
+        _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, out)
+
+
+def score(args) -> None:
+    """`dsv41 score`. Raises ValueError or OSError for bad input, before anything is written."""
+    from dsv41_jax.score import score as run
+
+    config = _config(args.checkpoint)
+    try:
+        ids = np.load(args.ids, allow_pickle=False)
+    except (ValueError, EOFError) as e:
+        raise ValueError(f"{args.ids}: not a .npy array ({e})") from None
+    if not isinstance(ids, np.ndarray):
+        raise ValueError(f"{args.ids}: expected one .npy array, got an archive")
+    _check_ids(args.ids, ids, config)
+    _writable(args.out)
+    params = checkpoint.load(args.checkpoint, config, progress=not args.no_progress)
+    arrays = run(
+        params, config, ids, prefill=args.prefill, chunk=args.chunk, precision=args.precision,
+        drafts=args.drafts, dump=args.dump, options=DecodeOptions.from_env(),
+    )  # fmt: skip
+    with whole_file(args.out) as f:
+        np.savez(f, **arrays)
+    print(f"{args.out}: " + ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in list(arrays.items())[:4])
+          + (f" and {len(arrays) - 4} more" if len(arrays) > 4 else ""), file=sys.stderr)  # fmt: skip
+
+
+def demo(args) -> None:
+    """`dsv41 demo`: a tiny random checkpoint in a temporary folder, then `generate` from it."""
+    from dsv41_jax.make_checkpoint import make_checkpoint
+    from dsv41_jax.presets import TINY
+
+    with tempfile.TemporaryDirectory(prefix="dsv41-demo-") as folder:
+        path = make_checkpoint(TINY, pathlib.Path(folder) / "tiny", seed=0)
+        print("dsv41 demo: a tiny network with random weights (so the text is noise); compiling takes a while", file=sys.stderr)
+        args.checkpoint, args.prompt_ids, args.prompts = str(path), None, None
+        args.stop_id, args.ignore_eos, args.precision = [], True, "released"
+        args.chunk = args.max_context = args.out = None
+        args.json, args.no_progress = False, True
+        generate(args)
+
+
+# input ----------------------------------------------------------------------------------------------------------------
+
+
+def _config(folder) -> ModelConfig:
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such checkpoint folder")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no config.json, so this is no checkpoint folder")
+    return ModelConfig.from_file(folder)
+
+
+def _prompts(args, folder, tokenizer: Tokenizer | None) -> list[tuple[str, list[int]]]:
+    """[(where it came from, ids)]"""
+    if args.prompt_ids is not None:
+        return [("--prompt-ids", args.prompt_ids)]
+    if args.prompt is not None:
+        return [("--prompt", _encode("--prompt", args.prompt, folder, tokenizer))]
+    out = []
+    for number, line in enumerate(pathlib.Path(args.prompts).read_text().splitlines(), 1):
+        if line.strip():
+            label = f"{args.prompts}:{number}"
+            out.append((label, _prompt_line(label, line, folder, tokenizer)))
+    if not out:
+        raise ValueError(f"{args.prompts}: no prompts in it")
+    return out
+
+
+def _prompt_line(label: str, line: str, folder, tokenizer) -> list[int]:
+    try:
+        raw = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{label}: not JSON ({e})") from None
+    if not isinstance(raw, dict) or len(raw.keys() & {"prompt", "prompt_ids"}) != 1:
+        raise ValueError(f'{label}: expected an object with "prompt" or "prompt_ids", got {line.strip()[:60]}')
+    if "prompt" in raw:
+        if not isinstance(raw["prompt"], str):
+            raise ValueError(f"{label}: prompt expected a string, got {raw['prompt']!r}")
+        return _encode(label, raw["prompt"], folder, tokenizer)
+    ids = raw["prompt_ids"]
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{label}: prompt_ids expected a list of integers")
+    return ids
+
+
+def _encode(label: str, text: str, folder, tokenizer: Tokenizer | None) -> list[int]:
+    if not text:
+        raise ValueError(f"{label}: the prompt is empty")
+    if tokenizer is None:
+        raise TokenizerError(f"{folder}: no tokenizer.json, so text prompts are not possible (give token ids)")
+    return tokenizer.encode(text)
+
+
+def _check_request(label: str, ids: list[int], args, c: ModelConfig) -> None:
+    try:
+        check_prompt(ids, c)
+    except ValueError as e:
+        raise ValueError(f"{label}: {e}") from None
+    limit = min(args.max_context or c.max_position_embeddings, c.max_position_embeddings)
+    if len(ids) + args.max_new_tokens > limit:
+        raise ValueError(f"{label}: {len(ids)} prompt tokens + {args.max_new_tokens} new ones exceed the context of {limit}")
+    for token in args.stop_id:
+        if token >= c.vocab_size:
+            raise ValueError(f"--stop-id: expected ids 0..{c.vocab_size - 1}, got {token}")
+
+
+def _check_ids(path, ids: np.ndarray, c: ModelConfig) -> None:
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
+        raise ValueError(f"{path}: expected a non-empty int [B, L] array, got {ids.dtype} {list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= c.vocab_size:
+        raise ValueError(f"{path}: expected ids 0..{c.vocab_size - 1}, got {ids.min()}..{ids.max()}")
+
+
+def _gamma(args, c: ModelConfig) -> int | None:
+    if args.draft == "off":
+        if args.gamma:
+            raise ValueError(f"--gamma {args.gamma} asks for drafts, --draft off for none")
+        return 0
+    if args.gamma is None:
+        return None if c.has_draft else 0
+    if args.gamma > (c.dspark_block_size if c.has_draft else 0):
+        raise ValueError(f"--gamma: expected 0..{c.dspark_block_size if c.has_draft else 0}, got {args.gamma}")
+    return args.gamma
+
+
+def _sampling(args, folder):
+    from dsv41_jax.sampling import SamplingParams
+
+    return SamplingParams.from_folder(
+        folder, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed,
+        stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos,
+    )  # fmt: skip
+
+
+# output ---------------------------------------------------------------------------------------------------------------
+
+
+def _run(args, params, config, tokenizer, prompts, sampling, gamma, out) -> None:
+    from dsv41_jax.generate import generate as run
+
+    watch = _Watch()
+    stream = tokenizer.stream() if tokenizer and len(prompts) == 1 and not args.json else None
+
+    def on_token(request: int, ids: list[int]) -> None:
+        watch.count(len(ids))
+        if stream:
+            out.write(stream.push(ids))
+            out.flush()
+
+    results = run(
+        params, config, prompts, max_new_tokens=args.max_new_tokens, sampling=sampling, gamma=gamma,
+        precision=args.precision, options=DecodeOptions.from_env(), chunk=args.chunk, max_context=args.max_context,
+        on_token=on_token,
+    )  # fmt: skip
+    if stream:
+        out.write(stream.finish() + "\n")
+    else:
+        for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+            out.write(_result_line(i, prompt, result, tokenizer, args.json))
+    drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
+    print(watch.report() + (f"; {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})" if drafted else ""),
+          file=sys.stderr)  # fmt: skip
+
+
+def _result_line(index: int, prompt, result, tokenizer, as_json: bool) -> str:
+    ids = [int(t) for t in result.token_ids]
+    text = tokenizer.decode(ids) if tokenizer else None
+    if as_json:
+        return json.dumps({
+            "index": index, "prompt_ids": prompt, "token_ids": ids, "text": text, "finish_reason": result.finish_reason,
+            "drafted": int(result.drafted), "accepted": int(result.accepted),
+        }) + "\n"  # fmt: skip
+    return f"[{index}] " + (text if text is not None else ",".join(map(str, ids))) + "\n"
+
+
+class _Watch:
+    """Time to the first token (compilation included) and the rate of those after it."""
+
+    def __init__(self):
+        self._start, self._first, self._last = time.perf_counter(), None, None
+        self._tokens = self._after_first = 0
+
+    def count(self, tokens: int) -> None:
+        self._last = time.perf_counter()
+        self._tokens += tokens
+        if self._first is None:
+            self._first = self._last
+        else:
+            self._after_first += tokens
+
+    def report(self) -> str:
+        if self._first is None:
+            return "0 tokens"
+        text = f"{self._tokens} tokens; first after {self._first - self._start:.1f} s, compilation included"
+        if self._after_first and self._last > self._first:
+            text += f"; then {self._after_first / (self._last - self._first):.1f} tokens/s"
+        return text
+
+
+def _writable(path) -> None:
+    parent = pathlib.Path(path).parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise FileNotFoundError(f"{path}: its folder does not exist or cannot be written")
+    if pathlib.Path(path).is_dir():
+        raise IsADirectoryError(f"{path}: is a folder")
+
+
+@contextlib.contextmanager
+def whole_file(path, mode: str = "wb"):
+    """A file that takes its name only if the block ends well; otherwise nothing is left of it."""
+    path = pathlib.Path(path)
+    _writable(path)
+    f = tempfile.NamedTemporaryFile(mode, prefix=f".{path.name}.", dir=path.parent, delete=False)
+    try:
+        with f:
+            yield f
+        os.chmod(f.name, 0o644)
+        os.replace(f.name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f.name)
+        raise
+
+
+@contextlib.contextmanager
+def _sink(path):
+    if path is None:
+        yield sys.stdout
+    else:
+        with whole_file(path, "w") as f:
+            yield f

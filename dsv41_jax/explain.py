@@ -1,0 +1,105 @@
+"""Which implementation every operator gets at a workload's shapes, and why not a faster one. Nothing is run."""
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.cache import CacheGeometry
+from dsv41_jax.config import ModelConfig
+from dsv41_jax.options import DecodeOptions
+from pallas_kernels import codecs
+from pallas_kernels.candidate_blocks import api as candidate_blocks
+from pallas_kernels.experts import api as experts
+from pallas_kernels.index_score import api as index_score
+from pallas_kernels.router import api as router
+from pallas_kernels.select_tokens import api as select_tokens
+from pallas_kernels.sparse_attention import api as sparse_attention
+
+
+def _bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _u8(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+
+def explain_operators(
+    c: ModelConfig,
+    options: DecodeOptions,
+    *,
+    batch: int,
+    context: int,
+    ranks: int = 1,
+    arch: str | None = None,
+) -> dict[str, dict[str, str]]:
+    """{operator: {"chosen": implementation, implementation passed over: reason}} of one verify step in precision `released`.
+
+    batch: requests per rank. context: tokens per request. arch: "sm_90", "sm_103", ..., "cpu"; None asks the default
+    device. An operator that `options` pins is reported as such.
+    """
+    shapes = _Shapes(c, batch, context, ranks)
+    auto = {
+        "router": lambda: router.explain(
+            _bf16(shapes.rows, c.hidden_size), _bf16(c.n_routed_experts, c.hidden_size), _f32(c.n_routed_experts),
+            k=c.num_experts_per_tok, scale=c.routed_scaling_factor, arch=arch),
+        "experts": lambda: experts.explain(*shapes.experts(), swiglu_limit=c.swiglu_limit, arch=arch),
+        "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
+        "index_score_blocks": lambda: index_score.explain_blocks(
+            *shapes.index(), _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows),
+            block_size=c.candidate_block_size, arch=arch),
+        "candidate_blocks": lambda: candidate_blocks.explain(
+            _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k_blocks=c.candidate_topk_blocks,
+            block_size=c.candidate_block_size, arch=arch),
+        "select_tokens": lambda: select_tokens.explain(
+            _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k=c.index_topk, arch=arch),
+        "sparse_attention": lambda: sparse_attention.explain(
+            *shapes.attention(), window=c.sliding_window, scale=c.head_dim**-0.5, window_start=None, window_end=None,
+            arch=arch),
+    }  # fmt: skip
+    return {op: _explain(op, call, options) for op, call in auto.items()}
+
+
+def _explain(op: str, call, options: DecodeOptions) -> dict[str, str]:
+    if options.impl(op) != "auto":
+        return {"chosen": options.impl(op), "auto": "the options ask for this implementation by name"}
+    return call()
+
+
+class _Shapes:
+    """Abstract arguments of the operators at one workload."""
+
+    def __init__(self, c: ModelConfig, batch: int, context: int, ranks: int):
+        self.c, self.batch, self.ranks = c, batch, ranks
+        self.span = c.dspark_block_size + 1 if c.has_draft else 1
+        self.rows = batch * self.span
+        self.geometry = CacheGeometry(slots=batch, pages=1 + batch * -(-context // 128), span=self.span)
+        self.columns = self.geometry.columns(context)
+        self.capacity = self.columns * self.geometry.page_tokens
+
+    def experts(self):
+        c, rows = self.c, self.rows * self.ranks  # every rank sees the rows of all
+        e, h, f = c.n_routed_experts // self.ranks, c.hidden_size, c.moe_intermediate_size
+        return (_bf16(rows, h), _i32(rows, c.num_experts_per_tok), _f32(rows, c.num_experts_per_tok),
+                _u8(e, 2 * f, h // 2), _u8(e, 2 * f, h // 32), _u8(e, h, f // 2), _u8(e, h, f // 32))  # fmt: skip
+
+    def index(self):
+        c, j = self.c, self.c.index_head_dim
+        q = (_u8(self.rows, c.index_n_heads, j // 2), _u8(self.rows, c.index_n_heads, j // 32))
+        pool = _u8(self.geometry.pages, self.geometry.page_tokens * codecs.index_record_bytes(j))
+        return q, _bf16(self.rows, c.index_n_heads), pool, _i32(self.batch, self.columns)
+
+    def attention(self):
+        c, g, d = self.c, self.geometry, self.c.head_dim
+        angles = _f32(self.batch, self.span, c.qk_rope_head_dim // 2)
+        return (_bf16(self.batch, self.span, c.num_attention_heads, d),
+                _u8(self.batch, g.ring(c), codecs.window_record_bytes(d)), _i32(self.batch), _i32(self.batch, self.span),
+                _u8(g.pages, g.page_tokens, codecs.global_record_bytes(d)), _i32(self.batch, self.span, c.index_topk),
+                _f32(c.num_attention_heads), angles, angles)  # fmt: skip
