@@ -3,9 +3,12 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import reference
+from . import radix_candidates, reference
 
-IMPLEMENTATIONS = (Implementation("reference", reference.candidate_blocks),)
+IMPLEMENTATIONS = (
+    Implementation("radix_candidates", radix_candidates.candidate_blocks, radix_candidates.ARCHES, radix_candidates.refuses),
+    Implementation("reference", reference.candidate_blocks),
+)
 
 
 def _validate(logits, visible, k_blocks, block_size):

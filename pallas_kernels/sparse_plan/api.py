@@ -3,11 +3,14 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import reference
+from . import bitmap_plan, reference
 from .reference import SparsePlan
 
 KINDS = ("prefix", "flags", "ids")
-IMPLEMENTATIONS = (Implementation("reference", reference.sparse_plan),)
+IMPLEMENTATIONS = (
+    Implementation("bitmap_plan", bitmap_plan.sparse_plan, bitmap_plan.ARCHES, bitmap_plan.refuses),
+    Implementation("reference", reference.sparse_plan),
+)
 
 
 def _validate(candidates, visible, key_count, k, kind, count, valid, block_size):
