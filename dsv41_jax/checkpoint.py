@@ -83,7 +83,8 @@ def reload(
     ]
     if problems:
         raise CheckpointError(folder, problems)
-    devices = {path: leaf.sharding for path, leaf in live.items()}
+    # an array put on a device by name is "committed", which is part of a compiled step's signature
+    devices = {path: leaf.sharding if leaf.committed else None for path, leaf in live.items()}
     return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
 
 
