@@ -1,0 +1,282 @@
+"""Routed experts on Hopper: MXFP4 decoded in registers, FP8 tensor cores, Mosaic GPU.
+
+Both GEMMs are one persistent kernel each. A producer warpgroup streams weights, scales and activations through shared
+memory by TMA; every other warpgroup owns one block of 64 weight rows: it decodes 128 input channels into e4m3 registers
+(layout.py, ptx.py), multiplies them with the tile's rows, and adds the product to fp32 sums after each 128 channels.
+The first GEMM ends in the clamped SwiGLU, the second in bf16 rows; sorting, quantisation and the sum over a token's
+experts are XLA fusions around them.
+
+What is rounded otherwise than in `reference`: within each 128 channels the four per-32 scales of an activation row are
+re-expressed as their largest, so a value smaller than 2**-6 of that scale keeps only multiples of 2**-9 of it (error at
+most 2**-10 of the largest scale, the model's own FP8 rounding of a group's largest value being 2**4); products of 128
+channels are summed at the tensor core's own accuracy (about 14 bits of the largest term) before fp32 takes over. All
+else is the same: weights exact (rows whose exponents span 12 octaves), bf16 where the model rounds, fp32 combine.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ..codecs import GROUP, cdiv, e8m0_to_f32, quantize_fp8, round_e4m3
+from . import layout, route
+
+STAGES = {3: 6, 4: 5, 5: 4, 6: 3}  # pipeline depth that fits 227 KiB, by warpgroups and 32 rows
+TILE_ROWS = (8, 16, 24, 32, 64)
+
+
+def tile_rows(slots: int, experts: int) -> int:
+    """Rows of a tile for `slots` evenly spread over `experts`: the mean and a third, so that most experts need one."""
+    mean = cdiv(slots, experts)
+    return next((n for n in TILE_ROWS if n * 3 >= mean * 4), TILE_ROWS[-1])
+
+
+def _common_scale(x, groups_axis: int, inner_axes: tuple[int, ...]):
+    """Quantise groups of 32 as the model does, then re-express them with the largest scale of their chunk.
+
+    x bf16; returns (e4m3 bytes u8 like x, scale f32 without the group and inner axes).
+    """
+    x = jnp.moveaxis(x, (groups_axis, *inner_axes), range(x.ndim - 1 - len(inner_axes), x.ndim))
+    lead = x.shape[: x.ndim - 1 - len(inner_axes)]
+    q, s = quantize_fp8(x.reshape(*lead, 4 * GROUP))
+    top = jnp.max(s, axis=-1, keepdims=True)
+    shift = e8m0_to_f32(jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8))
+    q = round_e4m3(q.astype(jnp.float32).reshape(*lead, 4, GROUP) * shift[..., None])
+    q = jax.lax.bitcast_convert_type(q.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return q, e8m0_to_f32(top[..., 0])
+
+
+def quantize_rows(x):
+    """bf16[T, H] -> (u8[H/128, T, 128] e4m3 in layout.CHANNEL order, f32[H/128, T])."""
+    t, h = x.shape
+    q, s = _common_scale(x.reshape(t, h // 128, 4, 32), 2, (3,))
+    q = q.reshape(t, h // 128, 4, 4, 2, 4).transpose(1, 0, 3, 4, 2, 5)
+    return q.reshape(h // 128, t, 128), s.T
+
+
+def quantize_sorted(t):
+    """bf16[F/128, R, 128] already in layout.CHANNEL order -> (u8 alike, f32[F/128, R])."""
+    c, r, _ = t.shape
+    g = t.reshape(c, r, 4, 2, 4, 4)  # i, h, q, j: a group is one q
+    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=(2, 3, 5), keepdims=True).astype(jnp.float32), jnp.float32(1e-4))
+    from ..codecs import FP8_MAX, ceil_e8m0, to_e4m3
+
+    s = ceil_e8m0(amax * jnp.float32(1 / FP8_MAX))
+    top = jnp.max(s, axis=4, keepdims=True)
+    q = to_e4m3(g.astype(jnp.float32) / e8m0_to_f32(s)).astype(jnp.float32)
+    shift = e8m0_to_f32(jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8))
+    q = round_e4m3(q * shift).astype(jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(q, jnp.uint8).reshape(t.shape), e8m0_to_f32(top.reshape(c, r))
+
+
+def _step(n: int, w_ref, s_ref, x_ref, scale_ref, total):
+    """One stage (256 channels) of one warpgroup: returns the fp32 sums with this stage's products added."""
+    from . import ptx
+
+    thread, _, _, q = ptx.lane_ids()
+    words = ptx.add(ptx.smem_address(w_ref), ptx.mul(thread, 16))
+    scales = ptx.load_word(ptx.add(ptx.smem_address(s_ref), ptx.mul(thread, 4)), 0)
+    columns = ptx.add(ptx.smem_address(scale_ref), ptx.mul(q, 8))
+    x = ptx.smem_address(x_ref)
+    padded = max(n, 32)
+    partial = []
+    for c in range(layout.STAGE):
+        tables = [ptx.table(scales, 2 * c + row) for row in (0, 1)]
+        a = []
+        for half in (0, 1):
+            w = ptx.load_words(words, 4096 * c + 2048 * half)
+            for i in (0, 1):
+                low, high = (ptx.decode(w[2 * i + row], *tables[row]) for row in (0, 1))
+                a += [low[0], high[0], low[1], high[1]]
+        partial.append(ptx.chain(a, ptx.b_descriptor(ptx.add(x, ptx.const(c * n * 128))), n))
+    total = ptx.unpack(total)
+    for c in range(layout.STAGE):
+        product = ptx.settle(partial[c], layout.STAGE - 1 - c)
+        for j in range(n // 8):
+            scale = ptx.load_floats2(columns, 4 * (c * padded + 8 * j))
+            for r in range(4):
+                total[4 * j + r] = ptx.fma(product[4 * j + r], scale[r % 2], total[4 * j + r])
+    return ptx.pack(total, n // 2)
+
+
+def _finish(n, kind, limit, shape, total, s_ref, weight_ref, out_ref, expert, block, first, count):
+    """Write one warpgroup's results: `kind` "swiglu" (t in chunk-major order) or "down" (rows of H)."""
+    from . import ptx
+
+    blocks, steps, rows, width = shape
+    thread, warp, r, q = ptx.lane_ids()
+    expert, block, first, count = (ptx.scalar(v) for v in (expert, block, first, count))
+    total = ptx.unpack(total)
+    at = ptx.add(ptx.mul(ptx.add(ptx.mul(expert, blocks), block), (steps + 2) * 128), ptx.const(steps * 128))
+    factors = ptx.load_factors(ptx.offset_address(ptx.gmem_address(s_ref), ptx.add(at, ptx.mul(thread, 2)), 4))
+    column = ptx.mul(q, 2)
+    row = ptx.add(first, column)
+    out = ptx.gmem_address(out_ref)
+    if kind == "swiglu":
+        weights = ptx.offset_address(ptx.gmem_address(weight_ref), row, 4)
+        # Position 32 * block + 8 * warp + r of the width, stored [chunk, row, position in the chunk].
+        chunk, inner = ptx.arith.shrui(block, ptx.const(2)), ptx.mul(ptx.arith.andi(block, ptx.const(3)), 32)
+        inner = ptx.add(inner, ptx.add(ptx.mul(warp, 8), r))
+        line = ptx.add(ptx.mul(chunk, rows), row)
+        base = ptx.offset_address(ptx.offset_address(out, line, 256), inner, 2)
+    else:
+        inner = ptx.add(ptx.mul(block, 64), ptx.add(ptx.mul(warp, 16), ptx.mul(r, 2)))
+        base = ptx.offset_address(ptx.offset_address(out, row, 2 * width), inner, 2)
+    for j in range(n // 8):
+        for c in (0, 1):
+            a, b = total[4 * j + c], total[4 * j + 2 + c]
+            here, k = ptx.add(column, ptx.const(8 * j + c)), 8 * j + c
+            if kind == "swiglu":
+                target = ptx.offset_address(base, ptx.const(k), 256)
+                ptx.store_swiglu(a, b, factors, ptx.load_global(weights, 4 * k), target, here, count, limit)
+            else:
+                target = ptx.offset_address(base, ptx.const(k), 2 * width)
+                ptx.store_pair(a, b, factors, target, here, count)
+
+
+def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=None, registers=None):
+    """Every tile of sorted rows times its expert's weights.
+
+    x,      # u8[inner/128, R, 128] e4m3
+    scale,  # f32[inner/128, R]
+    w, s,   # shuffled weights (layout.py)
+    n: rows of a tile; kind: "swiglu" -> bf16[F/128, R, 128], "down" -> bf16[R, H]; groups: math warpgroups of a block.
+    Rows past the plan's count are left unwritten.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    chunks, rows, _ = x.shape
+    blocks, steps = w.shape[1], chunks // layout.STAGE
+    parts = blocks // groups
+    width = blocks * layout.ROWS // (2 if kind == "swiglu" else 1)
+    padded = max(n, 32)
+    stages = stages or STAGES[groups]
+    out = jax.ShapeDtypeStruct((width // 128, rows, 128) if kind == "swiglu" else (rows, width), jnp.bfloat16)
+    regs = plgpu.Layout.WG_STRIDED((64 * n,), vec_size=1)
+    splat = plgpu.Layout.WG_SPLAT
+    swizzle = plgpu.SwizzleTransform(128)
+
+    def body(x_gmem, scale_gmem, w_gmem, s_gmem, tiles, weight_gmem, out_gmem, x_smem, scale_smem, w_smem, s_smem,
+             full, empty):  # fmt: skip
+        wg, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
+        items = tiles[3, 0] * parts
+        mine = (items - block + sms - 1) // sms
+
+        def produce():
+            if registers:
+                plgpu.set_max_registers(registers[0], action="decrease")
+
+            def item(i, _):
+                index = block + i * sms
+                tile, part = index // parts, index % parts
+                expert, first = tiles[0, tile], tiles[1, tile]
+                own = pl.ds(part * groups, groups)
+
+                def step(k, _):
+                    count = i * steps + k
+                    slot = count % stages
+
+                    @pl.when(count >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    pair = pl.ds(k * layout.STAGE, layout.STAGE)
+                    bar = full.at[slot]
+                    plgpu.copy_gmem_to_smem(w_gmem.at[expert, own, pair], w_smem.at[slot], bar)
+                    plgpu.copy_gmem_to_smem(s_gmem.at[expert, own, k], s_smem.at[slot], bar)
+                    plgpu.copy_gmem_to_smem(x_gmem.at[pair, pl.ds(first, n)], x_smem.at[slot], bar)
+                    plgpu.copy_gmem_to_smem(scale_gmem.at[pair, pl.ds(first, padded)], scale_smem.at[slot], bar)
+                    return 0
+
+                return jax.lax.fori_loop(0, steps, step, 0)
+
+            jax.lax.fori_loop(0, mine, item, 0)
+
+        def consume():
+            if registers:
+                plgpu.set_max_registers(registers[1], action="increase")
+            step_fn = plgpu.inline_mgpu(
+                arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType((swizzle,)), plgpu.RefType(), regs),
+                return_type=plgpu.ShapeDtypeStruct((64 * n,), jnp.float32, layout=regs),
+            )(lambda ctx, *args: _step(n, *args))
+            finish = plgpu.inline_mgpu(arg_types=(regs, *[plgpu.RefType()] * 3, *[splat(())] * 4))(
+                lambda ctx, *args: _finish(n, kind, limit, (blocks, steps, rows, width), *args)
+            )
+
+            def item(i, _):
+                index = block + i * sms
+                tile, part = index // parts, index % parts
+
+                def step(k, total):
+                    slot = (i * steps + k) % stages
+                    plgpu.barrier_wait(full.at[slot])
+                    total = step_fn(
+                        w_smem.at[slot, wg], s_smem.at[slot, wg], x_smem.at[slot], scale_smem.at[slot], total
+                    )
+                    plgpu.barrier_arrive(empty.at[slot])
+                    return total
+
+                zero = plgpu.layout_cast(jnp.zeros((64 * n,), jnp.float32), regs)
+                total = jax.lax.fori_loop(0, steps, step, zero)
+                finish(
+                    total, s_gmem, weight_gmem, out_gmem,
+                    tiles[0, tile], part * groups + wg, tiles[1, tile], tiles[2, tile],
+                )  # fmt: skip
+                return 0
+
+            jax.lax.fori_loop(0, mine, item, 0)
+
+        jax.lax.cond(wg == groups, produce, consume)
+
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=dict(
+            x_smem=plgpu.SMEM((stages, layout.STAGE, n, 128), jnp.uint8, transforms=(swizzle,)),
+            scale_smem=plgpu.SMEM((stages, layout.STAGE, padded), jnp.float32),
+            w_smem=plgpu.SMEM((stages, groups, layout.STAGE, 8, 128), jnp.int32),
+            s_smem=plgpu.SMEM((stages, groups, 128), jnp.int32),
+            full=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        grid=(sms,),
+        grid_names=("block",),
+        num_threads=groups + 1,
+        thread_name="wg",
+        kernel_name=f"experts_{kind}",
+    )(x, scale, w, s, plan.tiles, plan.weight)
+
+
+def _groups(blocks: int, largest: int) -> int:
+    return next(g for g in range(largest, 0, -1) if blocks % g == 0)
+
+
+def experts(
+    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
+    experts_total=None, sms=132, tuning=None,
+):  # fmt: skip
+    """See `api.experts`; takes shuffled weights, `released` only."""
+    del precision
+    local = w13.shape[0]
+    tuning = dict(tuning or {})
+    n = tuning.pop("n", None) or tile_rows(ids.size, experts_total or local)
+    first_cfg, second_cfg = tuning.pop("swiglu", {}), tuning.pop("down", {})
+    plan = route.plan(ids, weights, first_expert, local, n)
+    q, scale = quantize_rows(x)
+    gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
+    config = dict(groups=_groups(w13.shape[1], 4), **first_cfg) if "groups" not in first_cfg else first_cfg
+    t = gemm(_take(q, plan.token), scale[:, plan.token], w13, s13, kind="swiglu", **config)
+    q, scale = quantize_sorted(t)
+    config = dict(groups=_groups(w2.shape[1], 4), **second_cfg) if "groups" not in second_cfg else second_cfg
+    y = gemm(q, scale, w2, s2, kind="down", **config)
+    return route.combine(y, plan)
+
+
+def _take(q, token):
+    """u8[C, T, 128], i32[R] -> u8[C, R, 128], moved as 32-bit words."""
+    words = jax.lax.bitcast_convert_type(q.reshape(*q.shape[:2], 32, 4), jnp.uint32)
+    return jax.lax.bitcast_convert_type(words[:, token], jnp.uint8).reshape(q.shape[0], -1, 128)
