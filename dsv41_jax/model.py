@@ -28,8 +28,8 @@ class Network:
     config: ModelConfig
     geometry: CacheGeometry
     precision: Precision
-    options: DecodeOptions = DecodeOptions()
-    exchange: object = LocalExchange()
+    options: DecodeOptions = dataclasses.field(default_factory=DecodeOptions)
+    exchange: object = dataclasses.field(default_factory=LocalExchange)
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +150,7 @@ def forward(
                 taps[f"streams_in_{layer.index}"] = streams
             streams, pre = block(
                 streams, pre, layer_params,
-                lambda u: attention(u, layer_params.attn, layer, pools, carry, plan, c, p, net.options),
+                lambda u, a=layer_params.attn, s=layer: attention(u, a, s, pools, carry, plan, c, p, net.options),
                 c.num_experts_per_tok, net, taps, str(layer.index),
             )  # fmt: skip
             if dump:

@@ -69,7 +69,7 @@ class StepPlan:
 
 def plan_step(c: ModelConfig, g: CacheGeometry, state: State, chunk: Chunk) -> StepPlan:
     """All metadata of one step. A row is valid if its request has a slot inside the state and it lies below `count`."""
-    b, s = chunk.tokens.shape
+    s = chunk.tokens.shape[1]
     slots_held = state.length.shape[0]
     valid_request = (chunk.slots >= 0) & (chunk.slots < slots_held)
     slots = jnp.where(valid_request, chunk.slots, -1)

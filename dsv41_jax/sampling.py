@@ -6,6 +6,7 @@ a pure function of (request seed, absolute position, purpose).
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -39,13 +40,13 @@ class SamplingParams:
 
     def __post_init__(self):
         checks = (
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number >= 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0"),
             ("top_k", self.top_k >= 0, ">= 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", 0 <= self.seed < 2**32, "in [0, 2^32)"),
             ("min_tokens", self.min_tokens >= 0, ">= 0"),
-            ("logit_bias", all(v == v and v != float("inf") for _, v in self.logit_bias), "values that are not NaN or +inf"),
+            ("logit_bias", all(v < math.inf for _, v in self.logit_bias), "values that are not NaN or +inf"),
         )
         for name, ok, rule in checks:
             if not ok:
