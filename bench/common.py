@@ -1,0 +1,137 @@
+"""What every benchmark writes beside its numbers: device, versions, commit, seed, and the ceilings measured in the same run.
+
+A floor is the larger of bytes over copy bandwidth and operations over the rate of the unit that does them; both rates
+come from `measure_peaks` on the device of the run, never from a data sheet.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", "flax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Ceilings of one device. copy_gbps: bytes read plus bytes written; bf16_tflops, fp8_tflops: large matrix products.
+    notes: what could not be measured as asked, and what was taken instead."""
+
+    copy_gbps: float
+    bf16_tflops: float
+    fp8_tflops: float
+    notes: tuple[str, ...] = ()
+
+    def floor_us(self, nbytes: float, flops: float, unit: str = "bf16") -> float:
+        """Microseconds that no implementation beats. unit: "bf16" or "fp8"."""
+        rate = {"bf16": self.bf16_tflops, "fp8": self.fp8_tflops}[unit]
+        return max(nbytes / self.copy_gbps * 1e-3, flops / rate * 1e-6)
+
+
+def _git(*args: str) -> str | None:
+    root = pathlib.Path(__file__).resolve().parents[1]
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0].strip() or None
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment(seed: int | None = None) -> dict:
+    """Plain data: device, driver, versions, commit, seed, flags. The commit is that of the working tree (with
+    "modified": whether it has uncommitted changes) or of the variable DSV41_COMMIT where there is no repository."""
+    device = jax.devices()[0]
+    commit = os.environ.get("DSV41_COMMIT") or _git("rev-parse", "HEAD")
+    modified = None if os.environ.get("DSV41_COMMIT") else bool(_git("status", "--porcelain", "--untracked-files=no"))
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "compute_capability": str(getattr(device, "compute_capability", "")) or None,
+        "driver": _driver() if device.platform == "gpu" else None,
+        "python": platform.python_version(),
+        "versions": {name: v for name in _PACKAGES if (v := _version(name))},
+        "commit": commit,
+        "modified": modified,
+        "seed": seed,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def write_json(path, result: dict) -> pathlib.Path:
+    """Write a result; its folder is made."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, sort_keys=False) + "\n")
+    return path
+
+
+def time_us(call, *args, repeats: int = 5) -> list[float]:
+    """Microseconds of each of `repeats` calls of a compiled function, after one more; results are waited for."""
+    jax.block_until_ready(call(*args))
+    out = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*args))
+        out.append((time.perf_counter() - start) * 1e6)
+    return out
+
+
+def copy_gbps(nbytes: int = 1 << 31, inner: int = 16) -> float:
+    """GB/s, bytes read plus bytes written, of a device-to-device pass over `nbytes`; median of calls of `inner` passes."""
+    x = jnp.ones((nbytes // 4,), jnp.float32)
+    passes = jax.jit(lambda x: jax.lax.fori_loop(0, inner, lambda i, x: x + 1.0, x))
+    return 2 * nbytes * inner / statistics.median(time_us(passes, x)) * 1e-3
+
+
+def product_tflops(dtype, n: int = 8192, inner: int = 8) -> float:
+    """TFLOP/s of n x n x n products of random operands, accumulated in fp32."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    a, b = ((jax.random.normal(k, (n, n), jnp.float32) / 8).astype(dtype) for k in keys)
+    dot = lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    @jax.jit
+    def chain(a, b):
+        # the product feeds the next operand, so that no pass can be dropped or merged
+        body = lambda i, a: jax.lax.optimization_barrier((dot(a, b) * jnp.bfloat16(n**-0.5 * 8)).astype(dtype))
+        return jax.lax.fori_loop(0, inner, body, a)
+
+    return 2 * n**3 * inner / statistics.median(time_us(chain, a, b)) * 1e-6
+
+
+def measure_peaks() -> Peaks:
+    """Ceilings of the default device. On a CPU the problems are small: there the figures only keep the arithmetic alive."""
+    gpu = jax.default_backend() == "gpu"
+    n = 8192 if gpu else 256
+    copy = copy_gbps(1 << 31 if gpu else 1 << 22, 16 if gpu else 2)
+    bf16 = product_tflops(jnp.bfloat16, n)
+    fp8 = product_tflops(jnp.float8_e4m3fn, n) if gpu else 2 * bf16
+    notes = ()
+    if fp8 < 1.3 * bf16:
+        notes = (f"the fp8 product ran at {fp8:.0f} TFLOP/s, not on the fp8 unit: twice the bf16 rate is taken for it",)
+        fp8 = 2 * bf16
+    return Peaks(round(copy, 1), round(bf16, 2), round(fp8, 2), notes)
