@@ -349,6 +349,11 @@ class Emulator(Algorithms):
         self._writer[block, at], self._written[block, at] = thread, True
         self._shared[block, at] = np.broadcast_to(self.word(value).x, active.shape)[active]
 
+    def put_many(self, array, index, values):
+        """Store consecutive words at a multiple of their number."""
+        for i, value in enumerate(values):
+            self.put(array, index + i, value)
+
     def _atomic(self, ufunc, array, index, value, where):
         active = self._active(where)
         block, at, _ = self._slot(array, index, active)

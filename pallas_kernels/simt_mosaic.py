@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 
 from . import simt
 from .codecs import cdiv
-from .simt import FULL_WARP, Flag, Word
+from .simt import FULL_WARP, Word
 
 _PREDICATES = {"eq": 0, "ne": 1, "slt": 2, "sle": 3, "sgt": 4, "sge": 5, "ult": 6}
 
@@ -182,6 +182,12 @@ class Machine(simt.Algorithms):
     def put(self, array, index, value, where=None):
         with self._guarded(where):
             llvm.store(self.word(value).x, self._slot(array, index))
+
+    def put_many(self, array, index, values):
+        vector = llvm.mlir_undef(ir.VectorType.get((len(values),), _i32()))
+        for i, value in enumerate(values):
+            vector = llvm.insertelement(vector, value.x, utils.c(i, _i32()))
+        llvm.store(vector, self._slot(array, index), alignment=4 * len(values))
 
     def _reduce(self, kind, array, index, value, where):
         address = llvm.ptrtoint(_i32(), self._slot(array, index))

@@ -3,11 +3,12 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import radix_select, reference
+from . import radix_select, radix_wide, reference
 from .reference import SlotMap
 
 IMPLEMENTATIONS = (
     Implementation("radix_select", radix_select.select_tokens, radix_select.ARCHES, radix_select.refuses),
+    Implementation("radix_wide", radix_wide.select_tokens, radix_wide.ARCHES, radix_wide.refuses),
     Implementation("reference", reference.select_tokens),
 )
 

@@ -27,6 +27,7 @@ class SelectSpec:
     end: int | None = None
     goal_us: float | None = None  # first goal of spec/performance.md on one H200
     reference_us: float | None = None  # the reference system's figure on its B300
+    spill_bytes: int = 16  # most the kernel may spill: three rows share an SM's registers at 80 a thread
 
     @property
     def bytes(self) -> int:
@@ -83,9 +84,10 @@ def abstract_inputs(spec: SelectSpec):
 
 
 def deviceless_case(name: str):
-    """A spec's kernel for the deviceless compile: (function, arguments)."""
+    """"spec/implementation" for the deviceless compile -> (function, arguments)."""
     from .api import select_tokens
 
+    name, _, impl = name.partition("/")
     spec = BY_NAME[name]
     args, kwargs = abstract_inputs(spec)
-    return (lambda a, kw: select_tokens(*a, **kw, k=spec.k, impl="radix_select")), (args, kwargs)
+    return (lambda a, kw: select_tokens(*a, **kw, k=spec.k, impl=impl)), (args, kwargs)

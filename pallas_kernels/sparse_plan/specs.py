@@ -43,7 +43,7 @@ class PlanSpec:
         for r in range(self.rows):
             live = -(-int(visible[r]) // 8)
             count[r] = min(self.k, live)
-            kept = np.sort(rng.permutation(live)[: count[r]])
+            kept = np.sort(rng.choice(live, count[r], replace=False, shuffle=False))
             ids[r, : count[r]], flags[r, kept] = kept, 1
         if self.kind == "flags":
             return (jnp.asarray(flags), jnp.asarray(visible)), {}
