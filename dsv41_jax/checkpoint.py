@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,28 @@ def reload(
     # an array put on a device by name is "committed", which is part of a compiled step's signature
     devices = {path: leaf.sharding if leaf.committed else None for path, leaf in live.items()}
     return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
+
+
+def load_ranks(
+    folder,
+    config: ModelConfig | None = None,
+    *,
+    devices: Sequence,
+    split: Callable[[str], bool],
+    progress: bool = True,
+) -> tuple[ModelConfig, list[dict[str, jax.Array]]]:
+    """(config, one {parameter path: array} per rank): rank r of len(devices) ranks on devices[r].
+
+    split(path): whether the ranks hold different parts of a parameter. Rank 0 has every parameter; the others have only
+    their parts, since copies travel faster between devices than from the folder. Raises like `load`.
+    """
+    ranks = len(devices)
+    c, placeholders, files, token_map = _validated(folder, config, ranks, 0)
+    out = []
+    for rank, device in enumerate(devices):
+        wanted = {path: leaf for path, leaf in flat_paths(placeholders).items() if rank == 0 or split(path)}
+        out.append(_read_leaves(c, wanted, files, token_map, ranks, rank, dict.fromkeys(wanted, device), progress))
+    return c, out
 
 
 # what is in the folder ------------------------------------------------------------------------------------------------
@@ -242,19 +265,23 @@ def _validated(folder, config, ranks, rank):
 
 
 def _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress) -> Transformer:
+    arrays = _read_leaves(c, flat_paths(placeholders), files, token_map, ranks, rank, devices, progress)
+    return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
+
+
+def _read_leaves(c, leaves, files, token_map, ranks, rank, devices, progress) -> dict[str, jax.Array]:
     sources = released_tensors(c)
-    leaves = flat_paths(placeholders)
+    arrays = {}
     with contextlib.ExitStack() as stack:
         maps = {path: stack.enter_context(MappedFile(path)) for path in sorted(set(files.values()))}
         reader = _Reader({name: maps[path] for name, path in files.items()}, ranks, rank)
         advance = stack.enter_context(_progress_bar(sum(_nbytes(v) for v in leaves.values()), progress))
-        arrays = []
         for path, leaf in leaves.items():
             if path == "token_map":
-                arrays.append(jax.device_put(token_map, devices[path]))
+                arrays[path] = jax.device_put(token_map, devices[path])
             else:
-                arrays.append(_read_parameter(reader, sources[path], leaf, devices[path], advance))
-    return jax.tree.unflatten(jax.tree.structure(placeholders), arrays)
+                arrays[path] = _read_parameter(reader, sources[path], leaf, devices[path], advance)
+    return arrays
 
 
 def _nbytes(leaf) -> int:

@@ -1,0 +1,224 @@
+"""Expert exchanges: how the rows of one rank reach the experts of all ranks, and an engram table split over them.
+
+Each is used inside shard_map over one mesh axis and has the members of `dsv41_jax.moe.LocalExchange`: `ranks`, `rank()`,
+`run_experts`, `lookup`. Rank r owns experts [r*E/R, (r+1)*E/R). Both exchanges give the same bits.
+
+What is exact. Rows travel as FP8 with their scales in `released` (experts quantise to the same values again: quantising
+a quantised group is the identity on values) and as they are in the float32 precisions. A rank's contribution to a row
+is an fp32 sum over its experts in ascending id; the home rank adds the ranks' contributions in ascending rank. So a
+row's bits depend neither on the exchange, nor on the rest of the batch, nor on which rank the request lives on. The
+definition of this order on one device is `BlockedExchange(R)`. `moe.LocalExchange` adds all experts one by one instead:
+the same terms in the same order, associated differently, so a row with two or more experts on a later rank may differ
+from it by fp32 rounding (before the result is rounded to the activation dtype).
+`GatherExchange(combine="reduce_scatter")` leaves the order to the collective.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsv41_jax.engram import lookup
+from dsv41_jax.params import Experts
+from pallas_kernels import codecs
+from sharding.mesh import RANKS
+
+COMBINES = ("ordered", "reduce_scatter")
+
+
+# rows on the wire ------------------------------------------------------------------------------------------------------
+
+
+def row_bytes(hidden: int, k: int, dtype) -> int:
+    """Bytes of one packed row: the activation (FP8 and scales for bf16, else as it is), ids and weights."""
+    x = hidden + hidden // codecs.GROUP if jnp.dtype(dtype) == jnp.bfloat16 else hidden * jnp.dtype(dtype).itemsize
+    return x + 8 * k
+
+
+def _bytes(x):
+    """dtype[T, n] -> u8[T, n * itemsize]"""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def _from_bytes(raw, dtype):
+    """u8[T, n * itemsize] -> dtype[T, n]"""
+    size = jnp.dtype(dtype).itemsize
+    shape = (raw.shape[0], -1) if size == 1 else (raw.shape[0], raw.shape[1] // size, size)
+    return jax.lax.bitcast_convert_type(raw.reshape(shape), dtype)
+
+
+def pack_rows(
+    x,  # bf16[T, H] or f32[T, H]
+    ids,  # i32[T, K]
+    weights,  # f32[T, K]
+):
+    """u8[T, row_bytes]: everything a rank needs to run its experts on a row, as one array: a collective of a decode
+    step costs its latency, so one is better than four."""
+    parts = codecs.quantize_fp8(x) if x.dtype == jnp.bfloat16 else (x,)
+    return jnp.concatenate([_bytes(a) for a in (*parts, ids, weights)], 1)
+
+
+def unpack_rows(
+    rows,  # u8[T, row_bytes]
+    hidden: int,
+    k: int,
+    dtype,
+):
+    """(x dtype[T, H], ids i32[T, K], weights f32[T, K]); x has been through FP8 where dtype is bf16."""
+    width = rows.shape[1] - 8 * k
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        payload = _from_bytes(rows[:, :hidden], jnp.float8_e4m3fn)
+        x = codecs.dequantize_fp8(payload, rows[:, hidden:width]).astype(dtype)
+    else:
+        x = _from_bytes(rows[:, :width], dtype)
+    ids, weights = rows[:, width : width + 4 * k], rows[:, width + 4 * k :]
+    return x, _from_bytes(ids, jnp.int32), _from_bytes(weights, jnp.float32)
+
+
+def _ordered_sum(
+    parts,  # f32[R, T, H]
+):
+    """f32[T, H]: ((parts[0] + parts[1]) + parts[2]) + ..., whatever a backend's reduction would do."""
+    total = parts[0]
+    for r in range(1, parts.shape[0]):
+        total = total + parts[r]
+    return total
+
+
+# exchanges -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharded:
+    """What the exchanges share. ranks: size of the mesh axis. axis: its name."""
+
+    ranks: int
+    axis: str = RANKS
+
+    def rank(self):
+        """i32[]: this rank."""
+        return jax.lax.axis_index(self.axis)
+
+    def first_expert(self, params: Experts):
+        """i32[]: global id of this rank's first expert."""
+        return self.rank() * params.w13[...].shape[0]
+
+    def lookup(self, table, scale, rows, dtype):
+        """dtype[T, n*D]: dequantised rows of an engram table split by rows, bit for bit what one device reads.
+
+        table f8[rows/R, D] and scale u8[rows/R, D/32] are this rank's; rows i32[T, n] are global, outside the table:
+        zeros. Ids are gathered, every rank reads what it owns as raw bytes, and the bytes go back to the home rank, which
+        takes the owner's.
+        """
+        t, n = rows.shape
+        owned, d = table.shape
+        asked = jax.lax.all_gather(rows, self.axis, tiled=True)  # i32[R*T, n]
+        local = asked - self.rank() * owned
+        at = jnp.where((local >= 0) & (local < owned), local, 0)
+        records = jnp.concatenate([jax.lax.bitcast_convert_type(table[at], jnp.uint8), scale[at]], -1)
+        answers = jax.lax.all_to_all(records.reshape(self.ranks, t, -1), self.axis, 0, 0).reshape(self.ranks, t, n, -1)
+        known = (rows >= 0) & (rows < owned * self.ranks)
+        owner = jnp.where(known, rows // owned, 0)
+        record = jnp.take_along_axis(answers, owner[None, :, :, None], 0)[0].reshape(t * n, -1)
+        payload = jax.lax.bitcast_convert_type(record[:, :d], table.dtype)
+        row = jnp.where(known, jnp.arange(t * n, dtype=jnp.int32).reshape(t, n), -1)
+        return lookup(payload, record[:, d:], row, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherExchange(_Sharded):
+    """All rows to all ranks, local experts on all of them, contributions back to the home rank.
+
+    With top-6 over four ranks a row needs 3.29 of 4 ranks on average, so this moves little more than an ideal dispatch,
+    with static shapes and nothing ever dropped.
+    combine: "ordered" sends every contribution home and adds them there in rank order; "reduce_scatter" lets the
+    collective add, in its own order. Both move (R-1) * T * H fp32 values per rank.
+    Raises ValueError for another combine.
+    """
+
+    combine: str = "ordered"
+
+    def __post_init__(self):
+        if self.combine not in COMBINES:
+            raise ValueError(f"exchange: combine expected one of {COMBINES}, got {self.combine!r}")
+
+    def run_experts(self, x, ids, weights, params: Experts, run):
+        """f32[T, H]: the routed sum of this rank's rows over the experts of all ranks (LocalExchange.run_experts)."""
+        t, h = x.shape
+        rows = jax.lax.all_gather(pack_rows(x, ids, weights), self.axis, tiled=True)
+        partial = run(*unpack_rows(rows, h, ids.shape[1], x.dtype), params, self.first_expert(params))  # f32[R*T, H]
+        if self.combine == "reduce_scatter":
+            return jax.lax.psum_scatter(partial, self.axis, tiled=True)
+        return _ordered_sum(jax.lax.all_to_all(partial.reshape(self.ranks, t, h), self.axis, 0, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class AllToAllExchange(_Sharded):
+    """Rows go only to the ranks that own one of their experts, packed to the front of a buffer of worst-case size.
+
+    A row is sent to a rank once, however many of its experts live there, so T rows per destination always suffice and
+    nothing is dropped, whatever the routing. ragged: move only the rows that are there (`ragged_all_to_all`, GPU only);
+    otherwise the whole buffers move.
+    """
+
+    ragged: bool = False
+
+    def run_experts(self, x, ids, weights, params: Experts, run):
+        """f32[T, H]: the routed sum of this rank's rows over the experts of all ranks (LocalExchange.run_experts)."""
+        t, h = x.shape
+        k = ids.shape[1]
+        owner = ids // params.w13[...].shape[0]
+        needs = jnp.any(owner[None] == jnp.arange(self.ranks)[:, None, None], -1)  # bool[R, T]
+        place = jnp.cumsum(needs, 1, dtype=jnp.int32) - 1  # i32[R, T]: where row t sits in the buffer for rank d
+        counts = place[:, -1] + 1  # i32[R]
+        at = jnp.where(needs, place, t)
+        source = jnp.full((self.ranks, t), t, jnp.int32)  # row t = the blank one
+        source = source.at[jnp.arange(self.ranks)[:, None], at].set(jnp.arange(t, dtype=jnp.int32), mode="drop")
+        blank = pack_rows(jnp.zeros((1, h), x.dtype), jnp.full((1, k), -1, jnp.int32), jnp.zeros((1, k), jnp.float32))
+        packed = jnp.concatenate([pack_rows(x, ids, weights), blank])
+        received = jax.lax.all_to_all(counts, self.axis, 0, 0, tiled=True) if self.ragged else None
+        arrived = self._move(packed[source], counts, received, blank[0])
+        partial = run(*unpack_rows(arrived.reshape(self.ranks * t, -1), h, k, x.dtype), params, self.first_expert(params))
+        back = self._move(partial.reshape(self.ranks, t, h), received, counts, jnp.zeros((h,), jnp.float32))
+        mine = jnp.take_along_axis(back, jnp.maximum(place, 0)[..., None], 1)
+        return _ordered_sum(jnp.where(needs[..., None], mine, 0))
+
+    def _move(self, buffers, send, receive, fill):
+        """dtype[R, T, n]: buffers[d] to rank d; result[s] = what rank s sent here. Only the first send[d] rows count.
+
+        fill dtype[n]: what the rows beyond them hold where they are not moved."""
+        if not self.ragged:
+            return jax.lax.all_to_all(buffers, self.axis, 0, 0)
+        ranks, t, n = buffers.shape
+        own = jnp.arange(ranks, dtype=jnp.int32) * t
+        out = jax.lax.ragged_all_to_all(
+            buffers.reshape(ranks * t, n), jnp.broadcast_to(fill, (ranks * t, n)), own, send,
+            jnp.full((ranks,), self.rank() * t, jnp.int32), receive, axis_name=self.axis,
+        )  # fmt: skip
+        return out.reshape(ranks, t, n)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockedExchange:
+    """One device that adds in the order of `blocks` ranks: what the sharded exchanges are equal to, bit for bit.
+
+    blocks: ranks to imitate; must divide the experts. Raises ValueError when it does not.
+    """
+
+    blocks: int
+    ranks = 1
+
+    def run_experts(self, x, ids, weights, params: Experts, run):
+        """f32[T, H]: contributions of consecutive blocks of experts, added in block order."""
+        experts = params.w13[...].shape[0]
+        if experts % self.blocks:
+            raise ValueError(f"exchange: blocks expected a divisor of {experts} experts, got {self.blocks}")
+        n = experts // self.blocks
+        block = lambda i: jax.tree.map(lambda a: a[i * n : (i + 1) * n], params)
+        return _ordered_sum(jnp.stack([run(x, ids, weights, block(i), i * n) for i in range(self.blocks)]))
+
+    def lookup(self, table, scale, rows, dtype):
+        return lookup(table, scale, rows, dtype)
+
+    def rank(self):
+        return jnp.int32(0)
