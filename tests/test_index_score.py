@@ -194,3 +194,74 @@ def test_explain_names_the_choice():
     dense, blocks = specs.TINY.make_inputs(seed=0), specs.TINY_BLOCKS.make_inputs(seed=0)
     assert explain(*dense.values(), arch="cpu")["chosen"] == "reference"
     assert explain_blocks(*blocks.values(), arch="cpu")["chosen"] == "reference"
+
+
+# --- the Hopper kernels ---------------------------------------------------------------------------------------------
+
+
+def on_hopper():
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+
+
+needs_hopper = pytest.mark.skipif("not on_hopper()", reason="the kernels run on an sm_90 GPU")
+
+
+def kernel_against_reference(inputs, function, **options):
+    """FP8 products keep about 13 bits below the largest term, so a dot may round to the neighbouring bf16."""
+    inputs = jax.device_put(inputs)
+    run = lambda impl: jax.jit(lambda kw: function(**kw, **options, impl=impl))(inputs)
+    got, want = np.asarray(run("hopper")).astype(np.float64), np.asarray(run("reference")).astype(np.float64)
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+    seen = np.isfinite(want)
+    assert np.isfinite(got[seen]).all()
+    np.testing.assert_array_equal(got[seen & (want == 0)], 0)
+    assert not (np.signbit(got) & (got == 0)).any()
+    if seen.any():
+        rms = np.sqrt(np.mean((got[seen] - want[seen]) ** 2) / np.mean(want[seen] ** 2))
+        assert rms < 3e-3, f"relative RMS {rms:.2e}"
+    return got
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("spec", [*specs.GPU_SPECS, specs.M384_16K], ids=lambda s: s.name)
+def test_kernel_matches_reference(spec):
+    inputs = spec.make_inputs(seed=21)
+    if spec.batch > 2:
+        inputs["table"][1, 1:3] = (0, -7)
+        inputs["visible"][-spec.span :] = 0
+        inputs["q"][-spec.span :] = np.nan
+    kernel_against_reference(inputs, index_score)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("spec", [*specs.GPU_BLOCK_SPECS, specs.M384_BLOCKS], ids=lambda s: s.name)
+def test_block_kernel_matches_reference(spec):
+    inputs = spec.make_inputs(seed=22)
+    inputs["table"][1, 1:3] = (0, -7)
+    inputs["end"][-1] = 0
+    inputs["block_ids"][-1] = 2**27
+    kernel_against_reference(inputs, index_score_blocks)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("span", [1, 2, 3, 5, 6, 8, 16])
+def test_kernel_lengths(span):
+    spec = dataclasses.replace(specs.SMALL, batch=7, span=span, columns=3, context=300)
+    inputs = spec.make_inputs(seed=span)
+    inputs["visible"][:] = np.random.default_rng(span).integers(-5, 500, spec.rows)
+    inputs["visible"][0], inputs["visible"][-1] = 2**31 - 1, -(2**31)
+    got = kernel_against_reference(inputs, index_score)
+    live = np.arange(spec.capacity) < inputs["visible"][:, None]
+    bare = np.asarray(index_score(**inputs, fill=False, impl="hopper")).astype(np.float64)
+    np.testing.assert_array_equal(bare[live], got[live])
+
+
+def test_explain_says_why_the_kernel_is_passed_over():
+    inputs = specs.SMALL.make_inputs(seed=0)
+    answer = explain(*inputs.values(), arch="sm_103")
+    assert answer["chosen"] == "reference" and "sm_103" in answer["hopper"]
+    odd = specs.TINY_ODD.make_inputs(seed=0)
+    assert explain(*odd.values(), arch="sm_90")["chosen"] == "reference"

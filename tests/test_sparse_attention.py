@@ -190,3 +190,73 @@ def test_bad_shapes_are_refused(change, message):
 def test_explain_names_the_choice():
     inputs = specs.TINY.make_inputs(seed=0)
     assert explain(*inputs.values(), arch="cpu", **specs.TINY.options)["chosen"] == "reference"
+
+
+# --- the Hopper kernel ----------------------------------------------------------------------------------------------
+
+
+def on_hopper():
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+
+
+needs_hopper = pytest.mark.skipif("not on_hopper()", reason="the kernel runs on an sm_90 GPU")
+
+
+def kernel_against_reference(spec, inputs, **options):
+    inputs = jax.device_put(inputs)
+    run = lambda impl: jax.jit(lambda kw: sparse_attention(**kw, **spec.options, **options, impl=impl))(inputs)
+    got, want = np.asarray(run("hopper")).astype(np.float32), np.asarray(run("reference")).astype(np.float32)
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+    worst = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
+    assert error < 4e-3 and worst < 2e-2, f"{spec.name}: relative {error:.2e}, worst {worst:.2e}"
+    return got
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("spec", specs.GPU_SPECS, ids=lambda s: s.name)
+def test_kernel_matches_reference(spec):
+    inputs = spec.make_inputs(seed=11)
+    kernel_against_reference(spec, inputs)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("context", [0, 1, 62, 63, 64, 126, 127, 128, 132, 133, 134, 500])
+def test_kernel_window_edges(context):
+    spec = dataclasses.replace(specs.SMALL, context=context, ratio=1)
+    kernel_against_reference(spec, spec.make_inputs(seed=context))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_kernel_poison_reaches_nobody():
+    spec = dataclasses.replace(specs.SHORT, batch=5, sparsity=0.5)
+    inputs = spec.make_inputs(seed=12)
+    inputs["slots"][1], inputs["positions"][2, 2], inputs["global_slots"][0] = -1, -1, -1
+    inputs["slots"][3] = spec.batch  # outside the pool
+    clean = kernel_against_reference(spec, inputs)
+    dirty = poisoned(inputs | dict(slots=np.where(inputs["slots"] >= spec.batch, -1, inputs["slots"])), spec)
+    dirty["q"] = inputs["q"].copy()
+    dirty["q"][1], dirty["q"][2, 2] = np.nan, np.inf
+    np.testing.assert_array_equal(kernel_against_reference(spec, dirty), clean)
+    assert not clean[1].any() and not clean[2, 2].any() and not clean[3].any()
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_kernel_explicit_bounds():
+    spec = dataclasses.replace(specs.M384_SWA, batch=3, span=5, window=133)
+    for prefix in (1, 127, 128, 129, 1000):
+        inputs = dataclasses.replace(spec, context=prefix).make_inputs(seed=prefix)
+        start = np.full((3, 5), max(0, prefix - 128), np.int32)
+        end = np.full((3, 5), prefix + 5, np.int32)
+        kernel_against_reference(spec, inputs, window_start=start, window_end=end)
+
+
+def test_explain_says_why_the_kernel_is_passed_over():
+    inputs = specs.TINY.make_inputs(seed=0)
+    answer = explain(*inputs.values(), arch="sm_90", **specs.TINY.options)
+    assert answer["chosen"] == "reference" and answer["hopper"]
+    assert "sm_103" in explain(*inputs.values(), arch="sm_103", **specs.TINY.options)["hopper"]

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
-from pallas_kernels.index_score import reference
+from pallas_kernels.index_score import hopper, reference
 
 OP = "index_score"
 OP_BLOCKS = "index_score_blocks"
@@ -47,12 +47,18 @@ def _validate(op, q, head_weights, index_pool, table):
 
 def implementations():
     """Implementations of the dense operator, fastest first."""
-    return (registry.Implementation("reference", reference.index_score),)
+    return (
+        registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
+        registry.Implementation("reference", reference.index_score),
+    )
 
 
 def block_implementations():
     """Implementations of the candidate-only operator, fastest first."""
-    return (registry.Implementation("reference", reference.index_score_blocks),)
+    return (
+        registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
+        registry.Implementation("reference", reference.index_score_blocks),
+    )
 
 
 def index_score(
@@ -62,6 +68,7 @@ def index_score(
     table,  # i32[B, C], page ids; <= 0 or >= P = unallocated
     visible,  # i32[T], visible columns of each row
     *,
+    fill: bool = True,
     impl: str = "auto",
     arch: str | None = None,
 ):
@@ -71,14 +78,15 @@ def index_score(
     dot -> bf16, relu, times w -> bf16, fp32 sum over heads -> bf16; f32 weights: fp32 throughout. -0 becomes +0.
 
     Returns head_weights' dtype [T, C * E]: columns >= visible are -inf (visible is clamped to 0..C * E by this rule),
-    visible columns on an unallocated page are exactly 0, whatever any page holds.
+    visible columns on an unallocated page are exactly 0, whatever any page holds. `fill=False` leaves columns >= visible
+    unspecified, so that the cost depends on the live context alone; a reader bounded by `visible` cannot tell.
     Raises ValueError for shapes or dtypes that do not fit together, naming what was expected and got.
     """
     rows = _validate(OP, q, head_weights, index_pool, table)
     _expect(OP, visible.shape == (rows,), "visible", (rows,), visible.shape)
     args = (q, head_weights, index_pool, table, visible)
-    chosen, _ = registry.resolve(OP, implementations(), impl, arch, *args)
-    return chosen.run(*args)
+    chosen, _ = registry.resolve(OP, implementations(), impl, arch, *args, fill=fill)
+    return chosen.run(*args, fill=fill)
 
 
 def index_score_blocks(
@@ -109,12 +117,12 @@ def index_score_blocks(
     return chosen.run(*args, block_size=block_size)
 
 
-def explain(*args, impl: str = "auto", arch: str | None = None) -> dict[str, str]:
+def explain(*args, fill: bool = True, impl: str = "auto", arch: str | None = None) -> dict[str, str]:
     """Which implementation `index_score` gives these arguments (arrays or ShapeDtypeStructs), and why not faster ones.
 
     Returns {"chosen": name, name passed over: reason, ...}.
     """
-    chosen, against = registry.resolve(OP, implementations(), impl, arch, *args)
+    chosen, against = registry.resolve(OP, implementations(), impl, arch, *args, fill=fill)
     return {"chosen": chosen.name, **against}
 
 

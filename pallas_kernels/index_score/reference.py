@@ -80,8 +80,9 @@ def _by_request(function, operands, elements: int):
     return jax.lax.map(function, operands, batch_size=max(1, min(CHUNK_ELEMENTS // max(elements, 1), 64)))
 
 
-def index_score(q, head_weights, index_pool, table, visible):
-    """Definition of the dense operator; `api.index_score` documents it."""
+def index_score(q, head_weights, index_pool, table, visible, *, fill: bool = True):
+    """Definition of the dense operator; `api.index_score` documents it. It fills whether asked or not."""
+    del fill
     rows, heads = head_weights.shape
     requests, columns = table.shape
     q = query_values(q, head_weights.dtype)

@@ -119,3 +119,21 @@ GPU_SPECS = (SMALL, SMALL_R2)
 GPU_BLOCK_SPECS = (SMALL_BLOCKS,)
 BENCH_SPECS = (M384_16K, M384_FULL1, M384_1M)
 BENCH_BLOCK_SPECS = (M384_BLOCKS,)
+
+
+def deviceless_case(name: str):
+    """(function, arguments) of one spec's Hopper kernel for a compile without a GPU (tests/deviceless.py)."""
+    import jax
+
+    from pallas_kernels.index_score import hopper
+
+    spec = next(s for s in (*GPU_SPECS, *GPU_BLOCK_SPECS, *BENCH_SPECS, *BENCH_BLOCK_SPECS) if s.name == name)
+    inputs = dataclasses.replace(spec, batch=2, context=2 * spec.page_entries).make_inputs(0)
+
+    def function(*arrays):
+        inner = dict(zip(inputs, arrays, strict=True))
+        if spec.blocks:
+            return hopper.index_score_blocks(**inner, block_size=spec.block_size)
+        return hopper.index_score(**inner)
+
+    return function, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs.values())

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention import hopper, reference
 from pallas_kernels.sparse_attention.reference import attend
 
 OP = "sparse_attention"
@@ -45,7 +45,10 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 
 def implementations():
     """The operator's implementations, fastest first."""
-    return (registry.Implementation("reference", reference.sparse_attention),)
+    return (
+        registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+        registry.Implementation("reference", reference.sparse_attention),
+    )
 
 
 def sparse_attention(

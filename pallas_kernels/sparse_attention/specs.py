@@ -116,3 +116,19 @@ M384_SWA = Spec("m384_swa", 64, 6, 64, 512, 128, 0, 133, 128, 32768)
 CPU_SPECS = (TINY, TINY_SWA)
 GPU_SPECS = (SMALL, SHORT, M384_SWA, M384)
 BENCH_SPECS = (M384, M384_R2, M384_SWA)
+
+
+def deviceless_case(name: str):
+    """(function, arguments) of one spec's Hopper kernel for a compile without a GPU (tests/deviceless.py)."""
+    import jax
+
+    from pallas_kernels.sparse_attention import hopper
+
+    spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
+    inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code
+    names = [k for k, v in inputs.items() if v is not None]
+
+    def function(*arrays):
+        return hopper.sparse_attention(**dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True)), **spec.options)
+
+    return function, tuple(jax.ShapeDtypeStruct(inputs[k].shape, inputs[k].dtype) for k in names)

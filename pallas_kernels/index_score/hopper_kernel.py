@@ -1,0 +1,307 @@
+"""The Hopper kernels of the index scores, in Gluon. Imports Triton: import it only where a GPU kernel is wanted.
+
+Both kernels multiply tiles of 64 keys (the M operand, straight from registers) with the heads of one or two query rows
+(the N operand, in shared memory) on the FP8 tensor cores: an e2m1 value times a power of two is an e4m3 value.
+
+Keys: 8 FP4 codes of a word become 8 e4m3 bytes by table lookup (`prmt`); the table is built once per group of 32
+channels with the group's scale inside, relative to the largest scale of the key: exact for groups up to 11 octaves
+below it, smaller ones count as 0. Which channel stands at which position of the product is free as long as q agrees:
+a thread keeps the 16 bytes of one scale group that it loads, and nothing passes through shared memory.
+Queries: the same per row and head, by one power of two; their factor moves into the head weight, the key's factor to the
+end of the sum. All these powers of two commute with the roundings of the definition.
+
+Between the products and the sum over heads, two heads travel in one register: convert with relu to bf16, multiply by the
+weights in bf16, widen, add in fp32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
+
+TILE = gl.constexpr(64)  # keys a tile
+# [key, scale group, word of the group, channel of a half word]: one thread holds the 4 words of a group for 2 keys, laid
+# out over lanes and warps as the M operand of an FP8 product wants its rows.
+L4 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
+        [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        [[16, 0, 0, 0], [32, 0, 0, 0]],
+        [],
+        [64, 4, 4, 4],
+    )
+)
+L3 = gl.constexpr(gl.SliceLayout(3, L4))  # words
+LG = gl.constexpr(gl.SliceLayout(2, L3))  # scales
+LK = gl.constexpr(gl.SliceLayout(1, LG))  # keys
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _expand(words, low, high):
+    """FP4 word, lookup tables (4 + 4 bytes) -> two times four e4m3: channels 0..3 and 4..7 of the word.
+
+    All tensors have the shape of the result; its last axis, the four bytes, repeats the inputs.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 m, s, y, z;
+        and.b32 m, $2, 0x77777777;
+        shr.b32 s, $2, 3;
+        and.b32 s, s, 0x11111111;
+        prmt.b32 y, $6, $10, m;
+        prmt.b32 z, 0x00008000, 0, s;
+        or.b32 $0, y, z;
+        shr.b32 m, m, 16;
+        shr.b32 s, s, 16;
+        prmt.b32 y, $6, $10, m;
+        prmt.b32 z, 0x00008000, 0, s;
+        or.b32 $1, y, z;
+        }""",
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [words, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weighted_pair(first, second, weights):
+    """f32 products of two heads, i32 pair of bf16 weights -> f32 sum of bf16(w * relu(bf16(product)))."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        .reg .f32 a, b;
+        cvt.rn.relu.bf16x2.f32 t, $2, $1;
+        mul.rn.bf16x2 t, t, $3;
+        shl.b32 a, t, 16;
+        and.b32 b, t, 0xFFFF0000;
+        add.f32 $0, a, b;
+        }""",
+        "=f,f,f,r", [first, second, weights], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_keys(pool, page, entry, mask, E: gl.constexpr):
+    """Keys `entry` of pages `page` (both i32[TILE] over LK) -> (i32[TILE, 4, 4] words, u8[TILE, 4] scales)."""
+    group = gl.arange(0, 4, gl.SliceLayout(0, LG))
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L3)))
+    at = gl.expand_dims(gl.expand_dims(page * (E * 17) + entry * 16, 1) + gl.expand_dims(group * 4, 0), 2)
+    at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    seen = gl.expand_dims(mask, 1)
+    words = gl.load(pool.to(gl.pointer_type(gl.int32)) + at, mask=gl.expand_dims(seen, 2), other=0)
+    at = gl.expand_dims(page.to(gl.int64) * (E * 68) + E * 64 + entry * 4, 1) + gl.expand_dims(group, 0)
+    return words, gl.load(pool + at, mask=seen, other=0)
+
+
+@gluon.jit
+def _decode(words, scales, M: gl.constexpr):
+    """-> (first, second half of the channels as M operands e4m3[TILE, 64], f32[TILE] factor of every key)."""
+    scale = scales.to(gl.int32)
+    top = gl.max(scale, 1)
+    t = scale - gl.expand_dims(top, 1) + 6  # e4m3 holds e2m1 * 2**t for t = -5..6
+    live = t >= -5
+    low = gl.where(live, 0x3C383000 + t * 0x08080800, 0)
+    high = gl.where(live, 0x4C484440 + t * 0x08080808, 0)
+    words = gl.expand_dims(words, 3)
+    low = gl.expand_dims(gl.expand_dims(low, 2), 3)
+    high = gl.expand_dims(gl.expand_dims(high, 2), 3)
+    spread = gl.zeros([TILE, 4, 4, 4], gl.int32, L4)
+    a, b = _expand(words + spread, low + spread, high + spread)
+    a = gl.permute(a, (0, 2, 1, 3)).reshape([TILE, 64]).to(gl.float8e4nv, bitcast=True)
+    b = gl.permute(b, (0, 2, 1, 3)).reshape([TILE, 64]).to(gl.float8e4nv, bitcast=True)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, M, 4)
+    factor = (gl.maximum(top - 6, 0) << 23).to(gl.float32, bitcast=True)  # 2**(top - 127 - 6)
+    a = gl.convert_layout(a, OPERAND, assert_trivial=True)
+    return a, gl.convert_layout(b, OPERAND, assert_trivial=True), factor
+
+
+@gluon.jit
+def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr):
+    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and i32[N/2] pairs of bf16 weights."""
+    QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
+    q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
+    bits = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
+    lift = (gl.minimum(261 - bits, 254) << 23).to(gl.float32, bitcast=True)  # brings the largest into [2**7, 2**8)
+    q = (q * gl.expand_dims(lift, 1)).to(gl.float8e4nv)
+    q = gl.permute(q.reshape([N, 4, 4, 2, 4]), (0, 2, 1, 4, 3))
+    low, high = gl.split(q)
+    q_low.store(low.reshape([N, 64]))
+    q_high.store(high.reshape([N, 64]))
+    w = gl.load(w_ptr + first_row * HEADS + n).to(gl.float32)
+    w = w * (gl.maximum(bits - 7, 0) << 23).to(gl.float32, bitcast=True)  # 2**(bits - 127 - 7)
+    w = gl.convert_layout(w.to(gl.bfloat16).to(gl.int16, bitcast=True), gl.BlockedLayout([2], [32], [4], [0]))
+    even, odd = gl.split((w.to(gl.int32) & 0xFFFF).reshape([N // 2, 2]))
+    return even | (odd << 16)
+
+
+@gluon.jit
+def _score(a, b, factor, q_low, q_high, weights, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+    """One tile against N / HEADS query rows -> bf16[TILE, N/HEADS]."""
+    acc = gl.zeros([TILE, N], gl.float32, M)
+    acc = warpgroup_mma(a, q_low.permute((1, 0)), acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(b, q_high.permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    even, odd = gl.split(acc.reshape([TILE, N // 2, 2]))
+    weights = gl.expand_dims(gl.convert_layout(weights, gl.SliceLayout(0, even.type.layout)), 0)
+    terms = _weighted_pair(even, odd, weights + gl.full([TILE, N // 2], 0, gl.int32, even.type.layout))
+    score = gl.sum(terms.reshape([TILE, N // HEADS, HEADS // 2]), 2)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, score.type.layout))
+    score = (score * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+    return gl.where(score == 0, 0.0, score)
+
+
+@gluon.jit
+def dense(
+    q_ptr, w_ptr, pool_ptr, table_ptr, visible_ptr, out_ptr,
+    B: gl.constexpr, BP: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr, HEADS: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr,
+):  # fmt: skip
+    """Program (p, g) scores rows g*ROWS.. of every request over the p-th equal share of all live tiles.
+
+    PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two.
+    """
+    N: gl.constexpr = PER * HEADS
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    RL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    CAPACITY: gl.constexpr = COLUMNS * E
+    GROUPS: gl.constexpr = ROWS // PER
+    gdc_wait()
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    group = gl.program_id(1) * ROWS
+    q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
+    q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
+
+    request = gl.arange(0, BP, RL)
+    longest = gl.full([BP], 0, gl.int32, RL)
+    for s in gl.static_range(ROWS):
+        longest = gl.maximum(longest, gl.load(visible_ptr + request * S + group + s, mask=request < B, other=0))
+    tiles = (gl.minimum(longest, CAPACITY) + TILE - 1) // TILE
+    until = gl.associative_scan(tiles, 0, _add)
+    live = gl.sum(tiles, 0)
+    at = (live.to(gl.int64) * program // programs).to(gl.int32)
+    stop = (live.to(gl.int64) * (program + 1) // programs).to(gl.int32)
+    key = gl.arange(0, TILE, LK)
+    while at < stop:
+        b = gl.sum(gl.where(until <= at, 1, 0), 0)
+        base = gl.sum(gl.where(request < b, tiles, 0), 0)
+        last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
+        row = b * S + group
+        gl.thread_barrier()  # every warp has finished with the previous request's queries
+        w0 = _prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N)
+        w1, w2, w3 = w0, w0, w0
+        if GROUPS > 1:
+            w1 = _prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N)
+        if GROUPS > 2:
+            w2 = _prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N)
+        if GROUPS > 3:
+            w3 = _prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N)
+        fence_async_shared()
+        gl.thread_barrier()
+        pages = table_ptr + b * COLUMNS
+        first = (at - base) * TILE
+        end = (last - base) * TILE
+        page = gl.load(pages + first // E)
+        inside = (page > 0) & (page < PAGES) & (key >= 0)
+        words, scales = _load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E)
+        page = gl.load(pages + (first + TILE) // E, mask=first + TILE < end, other=0)
+        for column in range(first, end, TILE):
+            ka, kb, factor = _decode(words, scales, M)
+            inside = (page > 0) & (page < PAGES) & (key >= 0)
+            words, scales = _load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
+            page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
+            for g in gl.static_range(GROUPS):
+                w = w0 if g == 0 else (w1 if g == 1 else (w2 if g == 2 else w3))
+                score = _score(ka, kb, factor, q_low.index(g), q_high.index(g), w, HEADS, N, M)
+                _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
+        at = last
+    if FILL:
+        LANES: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+        lane = gl.arange(0, 1024, LANES)
+        for r in range(program, B * ROWS, programs):
+            b = r // ROWS
+            done = gl.sum(gl.where(request == b, tiles, 0), 0) * TILE
+            line = out_ptr + (b * S + group + r % ROWS).to(gl.int64) * CAPACITY
+            for column in range(done // 1024 * 1024, CAPACITY, 1024):
+                c = column + lane
+                gl.store(line + c, gl.full([1024], float("-inf"), gl.bfloat16, LANES), mask=(c >= done) & (c < CAPACITY))
+
+
+@gluon.jit
+def _store_rows(score, visible_ptr, out_ptr, row, column, CAPACITY: gl.constexpr, PER: gl.constexpr):
+    LAYOUT: gl.constexpr = score.type.layout
+    c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
+    r = row + gl.arange(0, PER, gl.SliceLayout(0, LAYOUT))
+    visible = gl.expand_dims(gl.load(visible_ptr + r), 0)
+    score = gl.where(c < visible, score, float("-inf")).to(gl.bfloat16)
+    gl.store(out_ptr + gl.expand_dims(r.to(gl.int64) * CAPACITY, 0) + c, score, mask=c < CAPACITY)
+
+
+@gluon.jit
+def _candidate(ids, column, end, BLOCK: gl.constexpr):
+    """Logical positions i32[TILE] of compact columns, -1 beyond the scan length."""
+    c = column + gl.arange(0, TILE, LK)
+    block = gl.load(ids + c // BLOCK, mask=c < end, other=-1)
+    return gl.where(block >= 0, block * BLOCK + c % BLOCK, -1)
+
+
+@gluon.jit
+def _page_of(pages, position, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
+    """Page ids i32[TILE] of logical positions, 0 where there is none."""
+    inside = (position >= 0) & (position // E < COLUMNS)
+    page = gl.load(pages + position // E, mask=inside, other=0)
+    return gl.where((page > 0) & (page < PAGES), page, 0)
+
+
+@gluon.jit
+def blocks(
+    q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
+    S: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr, BLOCK: gl.constexpr, CHUNK: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Program (t, c) scores compact columns c*CHUNK.. of query row t."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    WIDTH: gl.constexpr = KB * BLOCK
+    gdc_wait()
+    t = gl.program_id(0)
+    first = gl.program_id(1) * CHUNK
+    end = gl.minimum(gl.load(end_ptr + t), WIDTH)
+    line = out_ptr + t.to(gl.int64) * WIDTH
+    stop = gl.minimum(first + CHUNK, WIDTH)
+    live = gl.minimum(end, stop)
+    done = first
+    if first < end:
+        q_low = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
+        q_high = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
+        ids, pages = ids_ptr + t * KB, table_ptr + t // S * COLUMNS
+        position = _candidate(ids, first, end, BLOCK)
+        page = _page_of(pages, position, PAGES, E, COLUMNS)
+        ahead = _candidate(ids, first + TILE, end, BLOCK)
+        w = _prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS)
+        words, scales = _load_keys(pool_ptr, page, position % E, page > 0, E)
+        page = _page_of(pages, ahead, PAGES, E, COLUMNS)
+        position = ahead
+        ahead = _candidate(ids, first + 2 * TILE, end, BLOCK)
+        fence_async_shared()
+        gl.thread_barrier()
+        for column in range(first, live, TILE):
+            ka, kb, factor = _decode(words, scales, M)
+            words, scales = _load_keys(pool_ptr, page, position % E, page > 0, E)
+            page = _page_of(pages, ahead, PAGES, E, COLUMNS)
+            position = ahead
+            ahead = _candidate(ids, column + 3 * TILE, end, BLOCK)
+            score = _score(ka, kb, factor, q_low, q_high, w, HEADS, HEADS, M)
+            c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, score.type.layout)), 1)
+            zero = gl.expand_dims(gl.arange(0, 1, gl.SliceLayout(0, score.type.layout)), 0)
+            gl.store(line + c + zero, gl.where(c < end, score, float("-inf")).to(gl.bfloat16), mask=c < stop)
+        done = first + (live - first + TILE - 1) // TILE * TILE
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    lane = gl.arange(0, 1024, LANES)
+    for column in range(done // 1024 * 1024, stop, 1024):
+        c = column + lane
+        gl.store(line + c, gl.full([1024], float("-inf"), gl.bfloat16, LANES), mask=(c >= done) & (c < stop))

@@ -1,0 +1,55 @@
+"""sparse_attention on Hopper: when the kernel of hopper_kernel.py fits, and how it is launched."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gluon_call
+from pallas_kernels.sparse_attention.reference import window_bounds
+
+LOG2E = 1.4426950408889634
+SHIFT = 2.0**32  # the kernel's key planes hold keys / SHIFT
+
+
+def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, **options):
+    """Why the kernel does not take these arguments, or None."""
+    del slots, positions, global_slots, sink, cos, sin, options
+    heads, dim = q.shape[2:]
+    if reason := gluon_call.unavailable():
+        return reason
+    if q.dtype != jnp.bfloat16:
+        return f"q is {q.dtype}, the kernel is for bfloat16"
+    if window_pool.dtype != jnp.uint8 or (global_pool is not None and global_pool.dtype != jnp.uint8):
+        return "the pools hold values, the kernel reads packed records"
+    if (heads, dim) != (64, 512):
+        return f"{heads} heads of {dim} channels, the kernel is for 64 of 512"
+    if window_pool.shape[1] * window_pool.shape[2] % 16:
+        return "the ring's bytes are no multiple of 16"
+    if global_pool is not None and global_pool.size // 4 >= 2**31:
+        return "a global pool of 8 GiB or more overflows the kernel's word offsets"
+    return None
+
+
+def sparse_attention(
+    q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
+    window, scale, window_start=None, window_end=None,
+):  # fmt: skip
+    """The operator (api.py has its contract) for bf16 q[B, S, 64, 512] and packed pools."""
+    from pallas_kernels.sparse_attention import hopper_kernel
+
+    batch, span, heads, dim = q.shape
+    bounds = window_start is not None or window_end is not None
+    start, end = window_bounds(positions, window, window_start, window_end) if bounds else (positions, positions)
+    entries, selected = 0, 0
+    if global_pool is None:  # K = 0 removes the loop that would read these
+        global_pool, global_slots = window_pool, slots
+    else:
+        entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
+    return gluon_call.gluon_call(
+        hopper_kernel.attention,
+        q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(batch * span, 1, 1), warps=8, compute_capability=90,
+        scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, PAIRS=cos.shape[-1],
+        N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
+        BOUNDS=bounds,
+    )  # fmt: skip
