@@ -16,13 +16,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for bad input, 130 when interrupted. DSV41_TRACEBACK=1 lets the
-    exceptions behind exit code 2 through."""
+    """Run one command; returns the exit code: 0, 1 if a request failed while it ran, 2 for bad input, 130
+    when interrupted. DSV41_TRACEBACK=1 lets the exceptions behind exit code 2 through."""
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
-        return 0
+        return code or 0
     except BrokenPipeError:  # the reader went away: nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -63,7 +63,7 @@ def _command(commands, name: str, module: str, help: str):
     def run(args):
         import importlib
 
-        getattr(importlib.import_module(f"dsv41_jax.{module}"), name.replace("-", "_"))(args)
+        return getattr(importlib.import_module(f"dsv41_jax.{module}"), name.replace("-", "_"))(args)
 
     sub = commands.add_parser(name, help=help, description=help)
     sub.set_defaults(run=run)

@@ -16,8 +16,9 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.tokenizer import Tokenizer, TokenizerError, check_prompt
 
 
-def generate(args) -> None:
-    """`dsv41 generate`. Raises ValueError or OSError for bad input, before anything is written."""
+def generate(args) -> int:
+    """`dsv41 generate`: exit code 0, or 1 if a request ended in an error of its own. Raises ValueError or OSError for bad
+    input, before anything is written."""
     folder = pathlib.Path(args.checkpoint)
     config = _config(folder)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
@@ -28,7 +29,11 @@ def generate(args) -> None:
     sampling = _sampling(args, folder)
     with _sink(args.out) as out:
         params = checkpoint.load(folder, config, progress=not args.no_progress)
-        _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, out)
+        results = _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, out)
+    failed = [label for (label, _), result in zip(prompts, results, strict=True) if result.finish_reason == "error"]
+    for label in failed:
+        print(f"dsv41: {label}: stopped, a logit that decided a token was not finite", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def score(args) -> None:
@@ -55,7 +60,7 @@ def score(args) -> None:
           + (f" and {len(arrays) - 4} more" if len(arrays) > 4 else ""), file=sys.stderr)  # fmt: skip
 
 
-def demo(args) -> None:
+def demo(args) -> int:
     """`dsv41 demo`: a tiny random checkpoint in a temporary folder, then `generate` from it."""
     from dsv41_jax.make_checkpoint import make_checkpoint
     from dsv41_jax.presets import TINY
@@ -67,7 +72,7 @@ def demo(args) -> None:
         args.stop_id, args.ignore_eos, args.precision = [], True, "released"
         args.chunk = args.max_context = args.out = None
         args.json, args.no_progress = False, True
-        generate(args)
+        return generate(args)
 
 
 # input ----------------------------------------------------------------------------------------------------------------
@@ -128,9 +133,11 @@ def _check_request(label: str, ids: list[int], args, c: ModelConfig) -> None:
         check_prompt(ids, c)
     except ValueError as e:
         raise ValueError(f"{label}: {e}") from None
-    limit = min(args.max_context or c.max_position_embeddings, c.max_position_embeddings)
-    if len(ids) + args.max_new_tokens > limit:
-        raise ValueError(f"{label}: {len(ids)} prompt tokens + {args.max_new_tokens} new ones exceed the context of {limit}")
+    limit = args.max_context or c.max_position_embeddings
+    if limit > c.max_position_embeddings:
+        raise ValueError(f"--max-context: expected at most {c.max_position_embeddings}, got {limit}")
+    if len(ids) >= limit:
+        raise ValueError(f"{label}: expected fewer tokens than the context of {limit}, got {len(ids)}")
     for token in args.stop_id:
         if token >= c.vocab_size:
             raise ValueError(f"--stop-id: expected ids 0..{c.vocab_size - 1}, got {token}")
@@ -167,7 +174,7 @@ def _sampling(args, folder):
 # output ---------------------------------------------------------------------------------------------------------------
 
 
-def _run(args, params, config, tokenizer, prompts, sampling, gamma, out) -> None:
+def _run(args, params, config, tokenizer, prompts, sampling, gamma, out):
     from dsv41_jax.generate import generate as run
 
     watch = _Watch()
@@ -192,6 +199,7 @@ def _run(args, params, config, tokenizer, prompts, sampling, gamma, out) -> None
     drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
     print(watch.report() + (f"; {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})" if drafted else ""),
           file=sys.stderr)  # fmt: skip
+    return results
 
 
 def _result_line(index: int, prompt, result, tokenizer, as_json: bool) -> str:
@@ -206,26 +214,26 @@ def _result_line(index: int, prompt, result, tokenizer, as_json: bool) -> str:
 
 
 class _Watch:
-    """Time to the first token (compilation included) and the rate of those after it."""
+    """Time until decoding runs, and the rate from there. The first call of `count` follows the compilation of the prefill
+    step, the second that of the decode step: both count as start-up."""
 
     def __init__(self):
-        self._start, self._first, self._last = time.perf_counter(), None, None
-        self._tokens = self._after_first = 0
+        self._start = self._ready = self._last = time.perf_counter()
+        self._calls = self._tokens = self._decoded = 0
 
     def count(self, tokens: int) -> None:
         self._last = time.perf_counter()
+        self._calls += 1
         self._tokens += tokens
-        if self._first is None:
-            self._first = self._last
+        if self._calls <= 2:
+            self._ready = self._last
         else:
-            self._after_first += tokens
+            self._decoded += tokens
 
     def report(self) -> str:
-        if self._first is None:
-            return "0 tokens"
-        text = f"{self._tokens} tokens; first after {self._first - self._start:.1f} s, compilation included"
-        if self._after_first and self._last > self._first:
-            text += f"; then {self._after_first / (self._last - self._first):.1f} tokens/s"
+        text = f"{self._tokens} tokens; {self._ready - self._start:.1f} s to compile and start"
+        if self._decoded:
+            text += f", then {self._decoded / (self._last - self._ready):.1f} tokens/s"
         return text
 
 

@@ -25,6 +25,7 @@ from dsv41_jax.tokenizer import derive_token_map
 _BLOCK_VALUES = 1 << 24  # random values made at a time
 _E2M1_STD = 8.5625**0.5  # of the 16 codes, equally likely
 _LOUD_EVERY, _LOUD_BITS = 5, 3  # loud experts: w1 and w3 times 8, w2 divided by 8
+_JITTER_STD = (21 / 12) ** 0.5  # of a scale times 1/2, 1 or 2, equally likely
 _F8_BITS = 6  # FP8 payloads have standard deviation 64: few clip at 448, few are subnormal
 
 
@@ -150,12 +151,12 @@ def _exponent(t: Tensor) -> int:
     kind = t.name.split(".")
     if kind[-2] == "embed":  # engram rows have unit size
         return -_F8_BITS
-    inputs = t.shape[1] * 32
+    std = (t.shape[1] * 32) ** -0.5 / _JITTER_STD
     if "experts" not in kind:
-        return round(np.log2(inputs**-0.5)) - _F8_BITS
+        return round(np.log2(std)) - _F8_BITS
     expert, weight = int(kind[-3]), kind[-2]
     loud = _LOUD_BITS if expert % _LOUD_EVERY == 0 else 0
-    return round(np.log2(inputs**-0.5 / _E2M1_STD)) + (-loud if weight == "w2" else loud)
+    return round(np.log2(std / _E2M1_STD)) + (-loud if weight == "w2" else loud)
 
 
 def _moments(t: Tensor) -> tuple[float, float]:
