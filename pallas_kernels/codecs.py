@@ -132,11 +132,20 @@ def dequantize_mxfp4(packed, scale):
     return (g * e8m0_to_f32(scale)[..., None]).reshape(*packed.shape[:-1], -1)
 
 
+def _sixth(x):
+    """f32[...] >= 2^-20 -> f32[...] on the same side of every short midpoint as x / 6 is. XLA turns a division by a
+    constant into a product with its rounded reciprocal, which lands on e4m3 midpoints from below: divide as integers."""
+    bits = _bits(x)
+    mantissa = (bits & 0x7FFFFF) | 0x800000
+    sticky = (mantissa % 6 != 0).astype(jnp.uint32)
+    return (2 * (mantissa // 6) + sticky).astype(jnp.float32) * _pow2((bits >> 23).astype(jnp.int32) - 151)
+
+
 def quantize_nvfp4(x):
     """[..., D] -> (packed u8[..., D/2], float8_e4m3fn[..., D/16] scales). No second-level tensor scale."""
     g = _groups(x, NV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), -1), jnp.float32(NVFP4_FLOOR))
-    scale = to_e4m3(amax / jnp.float32(FP4_MAX))
+    scale = to_e4m3(_sixth(amax))
     return pack_nibbles(to_e2m1(g / scale.astype(jnp.float32)[..., None]).reshape(x.shape)), scale
 
 
