@@ -5,15 +5,22 @@ import os
 if os.environ.get("DSV41_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax
 
+# identical programs compile once per checkout; command lines run by tests inherit it
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+
+import jax
 import pytest
+
+if os.environ.get("DSV41_TEST_GPU") != "1":
+    # tests compile much and run little: LLVM's passes cost more than they save (the HLO is the same)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def _no_gpu() -> str | None:
     """Why GPU tests cannot run here, or None."""
     if os.environ.get("DSV41_TEST_GPU") != "1":
         return "GPU tests run with DSV41_TEST_GPU=1"
-    import jax
-
     return None if jax.default_backend() == "gpu" else f"no NVIDIA GPU: the default backend is {jax.default_backend()}"
 
 
