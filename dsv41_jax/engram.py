@@ -42,15 +42,12 @@ def _is_prime(n: int) -> bool:
 
 
 @functools.cache
-def engram_constants(c: ModelConfig) -> tuple[EngramConstants, ...]:
-    """Multipliers, primes and row offsets of every engram layer. Raises ConfigError if they disagree with
-    engram_num_embeddings or a prime does not fit the device's hash."""
+def engram_primes(c: ModelConfig) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[engram layer][ngram-1][heads]: the primes from engram_vocab_size upwards, none taken twice. Those of a layer sum to
+    the rows of its table."""
     taken: set[int] = set()
-    bound = (2**63 - 1) // c.engram_compressed_vocab_size // 2
     out = []
-    for i, layer in enumerate(c.engram_layer_ids):
-        rng = np.random.default_rng(_MULTIPLIER_SEED * layer)
-        multipliers = tuple(2 * int(r) + 1 for r in rng.integers(0, bound, c.engram_max_ngram_size, np.int64))
+    for _ in c.engram_layer_ids:
         primes = []
         for _ in range(c.engram_max_ngram_size - 1):
             candidate, heads = c.engram_vocab_size - 1, []
@@ -60,8 +57,21 @@ def engram_constants(c: ModelConfig) -> tuple[EngramConstants, ...]:
                     heads.append(candidate)
                     taken.add(candidate)
             primes.append(tuple(heads))
+        out.append(tuple(primes))
+    return tuple(out)
+
+
+@functools.cache
+def engram_constants(c: ModelConfig) -> tuple[EngramConstants, ...]:
+    """Multipliers, primes and row offsets of every engram layer. Raises ConfigError if they disagree with
+    engram_num_embeddings or a prime does not fit the device's hash."""
+    bound = (2**63 - 1) // c.engram_compressed_vocab_size // 2
+    out = []
+    for i, (layer, primes) in enumerate(zip(c.engram_layer_ids, engram_primes(c), strict=True)):
+        rng = np.random.default_rng(_MULTIPLIER_SEED * layer)
+        multipliers = tuple(2 * int(r) + 1 for r in rng.integers(0, bound, c.engram_max_ngram_size, np.int64))
         starts = np.cumsum([0, *(p for row in primes for p in row)])[:-1].reshape(len(primes), -1)
-        out.append(EngramConstants(multipliers, tuple(primes), tuple(tuple(map(int, r)) for r in starts)))
+        out.append(EngramConstants(multipliers, primes, tuple(tuple(map(int, r)) for r in starts)))
         if out[-1].rows != c.engram_num_embeddings[i]:
             raise ConfigError("engram_num_embeddings", c.engram_num_embeddings,
                               f"the primes of layer {layer} sum to {out[-1].rows}")  # fmt: skip

@@ -148,6 +148,17 @@ def _commit_features(params, state: State, features, chunk: Chunk, count, net: N
     return dspark.commit(params, state, features.target, rows, positions, net)
 
 
+@functools.lru_cache(maxsize=64)
+def compiled(step, treedef, **static):
+    """`step` jitted over flat parameter leaves. Networks are compared by value, so another `Steps` of an equal network
+    compiles nothing again."""
+
+    def bound(leaves, state, *args):
+        return step(jax.tree.unflatten(treedef, leaves), state, *args, **static)
+
+    return jax.jit(bound, donate_argnums=1)
+
+
 class Steps:
     """The compiled steps of one network, bound to one set of parameters.
 
@@ -165,18 +176,10 @@ class Steps:
             raise ValueError(f"gamma: expected gamma + 1 <= span = {net.geometry.span} rows a step, got {gamma}")
         self.net = net
         self._leaves, self._treedef = jax.tree.flatten(params)
-        self._mtp = self._jit(functools.partial(mtp_step, net=net, gamma=self.gamma))
-        self._prefill = self._jit(functools.partial(prefill_step, net=net))
-        self._forward = self._jit(functools.partial(_forward_logits, net=net, dump=False))
-        self._forward_dump = self._jit(functools.partial(_forward_logits, net=net, dump=True))
-
-    def _jit(self, fn):
-        treedef = self._treedef
-
-        def bound(leaves, state, *args):
-            return fn(jax.tree.unflatten(treedef, leaves), state, *args)
-
-        return jax.jit(bound, donate_argnums=1)
+        self._mtp = compiled(mtp_step, self._treedef, net=net, gamma=self.gamma)
+        self._prefill = compiled(prefill_step, self._treedef, net=net)
+        self._forward = compiled(_forward_logits, self._treedef, net=net, dump=False)
+        self._forward_dump = compiled(_forward_logits, self._treedef, net=net, dump=True)
 
     def reload(self, params: Transformer) -> None:
         """Replace the parameters; shapes and dtypes must match, so nothing is compiled again. Raises ValueError."""
@@ -190,6 +193,10 @@ class Steps:
     def decode(self, state: State, batch: DecodeBatch) -> tuple[State, StepOutput]:
         """`mtp_step`, compiled; `state` is donated."""
         return self._mtp(self._leaves, state, batch)
+
+    def lower_decode(self, state: State, batch: DecodeBatch):
+        """The `jax.stages.Lowered` decode step of these shapes: for its HLO, memory and compile time."""
+        return self._mtp.lower(self._leaves, state, batch)
 
     def prefill(self, state: State, batch: PrefillBatch) -> tuple[State, StepOutput]:
         """`prefill_step`, compiled; `state` is donated. Raises ValueError for more rows than the geometry's span."""

@@ -1,0 +1,321 @@
+"""The decode step's cost by the reference protocol (spec/decode.md section 5), beside its floor.
+
+    python -m bench.decode --preset flash-rank --out bench/results/decode_flash_rank.json
+    python -m bench.decode --preset tiny
+
+Synthetic KV at the given context, no prefill, drafts accepted by force. A round is `steps` MTP steps (32 x 6 tokens = 192
+per request), dispatched as a serving loop does: the state stays on the device, the tokens of step n are read after step
+n+1 was dispatched. token_ms = (cost - cost of the first step) / tokens of the other steps; the median of the measured
+rounds counts.
+
+The run fails, with the reason, if anything compiles after warm-up, if a round transfers anything it was not asked for, if
+the compiled step holds a copy the size of a pool, if a forced draft is rejected or if an output is not finite.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import time
+
+import numpy as np
+
+
+def parse(argv=None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="bench.decode", description=__doc__.split("\n\n")[0])
+    p.add_argument("--preset", default="tiny", help="tiny (CPU, seconds) or flash-rank (one full-size rank on one GPU)")
+    p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
+    p.add_argument("--batch", type=int, help="requests (flash-rank: 64)")
+    p.add_argument("--context", type=int, help="tokens of every request before the round (flash-rank: 32768)")
+    p.add_argument("--gamma", type=int, default=5, help="drafts per step, 0..5; 0 = plain decoding")
+    p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,operator=name...] beside auto")
+    p.add_argument("--fake-balance", action="store_true", help="balanced routing whatever the router says")
+    p.add_argument("--steps", type=int, default=32, help="steps of a round")
+    p.add_argument("--warmup", type=int, default=2, help="rounds before the measured ones")
+    p.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
+    p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
+    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    return p.parse_args(argv)
+
+
+def decode_options(args):
+    """DecodeOptions of the command line. Raises ValueError for an unknown operator."""
+    from dsv41_jax.options import DecodeOptions
+
+    pairs = [part.split("=", 1) for part in args.impl.split(",") if "=" in part]
+    default = next((part for part in args.impl.split(",") if "=" not in part), "auto")
+    return DecodeOptions(default, tuple((op, name) for op, name in pairs), args.fake_balance)
+
+
+class CompileWatch:
+    """Counts XLA compilations of this process and the seconds spent in them."""
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        import jax
+
+        self.count, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._seen)
+
+    def _seen(self, event: str, seconds: float, **_):
+        if event == self.EVENT:
+            self.count += 1
+            self.seconds += seconds
+
+
+@dataclasses.dataclass
+class Round:
+    """Host clock of one round, in seconds from its first dispatch: `done[i]`: tokens of step i are on the host;
+    `dispatch[i]`: seconds the host spent to enqueue step i."""
+
+    done: list
+    dispatch: list
+    outputs: list
+
+    def token_ms(self, tokens_per_step: int) -> float:
+        """(cost - first step) per token of the steps after it."""
+        return (self.done[-1] - self.done[0]) * 1e3 / (tokens_per_step * (len(self.done) - 1))
+
+
+def run_round(steps, state, batch, count: int):
+    """One round of `count` steps. Returns (state, Round). Raises what the transfer guard finds."""
+    import jax
+
+    done, dispatch, outputs, waiting = [], [], [], None
+
+    def read(out):
+        outputs.append(jax.device_get(out))
+        done.append(time.perf_counter() - start)
+
+    with jax.transfer_guard("disallow"):
+        start = time.perf_counter()
+        for _ in range(count):
+            begin = time.perf_counter()
+            state, out = steps.decode(state, batch)
+            dispatch.append(time.perf_counter() - begin)
+            if waiting is not None:
+                read(waiting)
+            waiting = out
+        read(waiting)
+    return state, Round(done, dispatch, outputs)
+
+
+def check_in_place(bench) -> None:
+    """Raises SystemExit unless the step updates the whole state in place: donated, aliased, no pool-sized copy."""
+    import jax
+
+    from bench.hlo_report import pool_copies
+
+    held = sum(a.nbytes for a in jax.tree.leaves(bench.state))
+    aliased = bench.compiled.memory_analysis().alias_size_in_bytes
+    if aliased < held:
+        raise SystemExit(f"bench.decode: the state holds {held} bytes, the compiled step aliases only {aliased}")
+    pools = jax.tree.leaves((bench.state.window, bench.state.draft_window, bench.state.global_kv, bench.state.index))
+    copies = pool_copies(bench.hlo, {("u8", a.size) for a in pools})
+    if copies:
+        raise SystemExit("bench.decode: the compiled step copies whole pools:\n" + "\n".join(copies[:8]))
+
+
+def check_outputs(rounds: list[Round], batch: int, gamma: int) -> None:
+    """Raises SystemExit if a draft was rejected although forced, or a deciding logit was not finite."""
+    for r in rounds:
+        for i, out in enumerate(r.outputs):
+            if not np.all(out.finite):
+                raise SystemExit(f"bench.decode: step {i}: logits are not finite in rows {np.flatnonzero(~out.finite)}")
+            if not np.array_equal(out.count, np.full(batch, gamma + 1)):
+                raise SystemExit(f"bench.decode: step {i}: forced acceptance expected {gamma + 1} tokens, got {out.count}")
+
+
+class Bench:
+    """One workload, built and compiled on the default device."""
+
+    def __init__(self, args, watch: CompileWatch):
+        import jax
+
+        from bench import presets, synthetic
+        from dsv41_jax.cache import CacheGeometry, PageTables
+        from dsv41_jax.model import Network
+        from dsv41_jax.precision import RELEASED
+        from dsv41_jax.sampling import SamplingParams, pack_sampling
+        from dsv41_jax.step import DecodeBatch, Steps
+
+        self.args = args
+        self.workload = w = presets.workload(args.preset, layers=args.layers, batch=args.batch, context=args.context)
+        if args.steps * (args.gamma + 1) > w.headroom:
+            raise ValueError(f"steps: expected at most {w.headroom // (args.gamma + 1)} a round, got {args.steps}")
+        columns = -(-w.capacity // w.page_tokens)
+        self.geometry = CacheGeometry(w.batch, 1 + w.batch * columns, w.page_tokens, span=args.gamma + 1)
+        start = time.perf_counter()
+        params = synthetic.random_parameters(w.config, args.seed)
+        self.state = synthetic.random_state(w.config, self.geometry, w.context, args.seed)
+        jax.block_until_ready((params, self.state))
+        self.made_s = time.perf_counter() - start
+        table = synthetic.permuted_table(w.batch, columns, args.seed)
+        sampling = pack_sampling([SamplingParams(forced=True, ignore_eos=True)] * w.batch, [0] * w.batch, w.config.eos_token_id)
+        slots = np.random.default_rng(args.seed).permutation(w.batch).astype(np.int32)
+        self.batch = jax.device_put(DecodeBatch(slots, PageTables.shared(jax.device_put(table), w.config), sampling))
+        self.start_registers = {k: np.asarray(getattr(self.state, k)) for k in ("length", "anchor", "history")}
+        net = Network(w.config, self.geometry, RELEASED, decode_options(args))
+        self.steps = Steps(net, params, args.gamma)
+        self.compiled, self.compile_s = self._compile()
+        self.hlo = self.compiled.as_text()
+
+    def _compile(self):
+        start = time.perf_counter()
+        lowered = self.steps.lower_decode(self.state, self.batch)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        return compiled, {"trace": round(traced - start, 2), "xla": round(time.perf_counter() - traced, 2)}
+
+    def rewind(self) -> None:
+        """Back to the context the protocol starts from; the pools keep what the last round wrote."""
+        import jax
+
+        self.state = dataclasses.replace(self.state, **jax.device_put(self.start_registers))
+        jax.block_until_ready(self.state)
+
+    def round(self, count: int) -> Round:
+        self.rewind()
+        self.state, timing = run_round(self.steps, self.state, self.batch, count)
+        return timing
+
+
+def measure(bench: Bench, watch: CompileWatch) -> list[Round]:
+    """Warm-up, then the measured rounds; raises SystemExit if anything compiles after warm-up."""
+    args = bench.args
+    for i in range(args.warmup):
+        warm = bench.round(args.steps)
+        print(f"warm-up {i}: first step {warm.done[0]:.2f} s, then {warm.token_ms(1):.3f} ms a step", flush=True)
+        check_outputs([warm], bench.workload.batch, args.gamma)
+    before, rounds = watch.count, []
+    for i in range(args.rounds):
+        rounds.append(bench.round(args.steps))
+        print(f"round {i}: {rounds[-1].token_ms(1):.3f} ms a step", flush=True)
+    if watch.count != before:
+        raise SystemExit(f"bench.decode: {watch.count - before} compilations after warm-up, expected none")
+    check_outputs(rounds, bench.workload.batch, args.gamma)
+    return rounds
+
+
+def result(bench: Bench, rounds: list[Round], peaks) -> dict:
+    """The numbers of a run, as plain data."""
+    import jax
+
+    from bench.floors import step_floor
+
+    args, w, per_step = bench.args, bench.workload, bench.args.gamma + 1
+    token_ms = statistics.median(r.token_ms(per_step) for r in rounds)
+    step_ms = per_step * token_ms
+    gaps = [(b - a) * 1e3 for r in rounds for a, b in zip(r.done, r.done[1:])]
+    floor = step_floor(w, args.gamma, peaks)
+    memory = bench.compiled.memory_analysis()
+    stats = jax.devices()[0].memory_stats() or {}
+    host = sorted(d * 1e3 for r in rounds for d in r.dispatch[1:])
+    return {
+        "step_ms": round(step_ms, 4),
+        "floor_ms": floor["ms"],
+        "ratio": round(step_ms / floor["ms"], 4),
+        "token_ms": round(token_ms, 5),
+        "tps_per_request": round(1e3 / token_ms, 3),
+        "tps_aggregate": round(1e3 / token_ms * w.batch, 2),
+        "rounds_step_ms": [round(per_step * r.token_ms(per_step), 4) for r in rounds],
+        "step_gap_ms": {"min": round(min(gaps), 4), "median": round(statistics.median(gaps), 4), "max": round(max(gaps), 4)},
+        "host_ms_per_step": {"median": round(statistics.median(host), 4), "max": round(host[-1], 4)},
+        "compile_s": bench.compile_s,
+        "weights_and_state_made_s": round(bench.made_s, 2),
+        "memory_gb": {
+            "arguments": round(memory.argument_size_in_bytes / 1e9, 3),
+            "temporaries": round(memory.temp_size_in_bytes / 1e9, 3),
+            "aliased": round(memory.alias_size_in_bytes / 1e9, 3),
+            "peak_in_use": round(stats["peak_bytes_in_use"] / 1e9, 3) if "peak_bytes_in_use" in stats else None,
+        },
+        "floor": floor,
+    }
+
+
+def protocol(bench: Bench) -> dict:
+    """What was run: workload, protocol, options and the implementations they resolve to."""
+    from dsv41_jax.explain import explain_operators
+
+    args, w = bench.args, bench.workload
+    options = decode_options(args)
+    explained = explain_operators(w.config, options, batch=w.batch, context=w.capacity)
+    return {
+        "preset": w.name,
+        "layers": [s.kind for s in w.config.layers],
+        "draft_stages": w.config.num_nextn_predict_layers,
+        "experts": w.config.n_routed_experts,
+        "draft_experts": w.config.dspark_n_routed_experts,
+        "engram_rows": list(w.config.engram_num_embeddings),
+        "batch": w.batch,
+        "context": w.context,
+        "capacity": w.capacity,
+        "gamma": args.gamma,
+        "tokens_per_round": args.steps * (args.gamma + 1),
+        "steps_per_round": args.steps,
+        "warmup_rounds": args.warmup,
+        "measured_rounds": args.rounds,
+        "acceptance": "forced",
+        "fake_balance_expert": int(args.fake_balance),
+        "implementations": {op: why["chosen"] for op, why in explained.items()},
+        "passed_over": {op: {k: v for k, v in why.items() if k != "chosen"} for op, why in explained.items()},
+        "notes": list(w.notes),
+    }
+
+
+def profile(bench: Bench, folder: str, count: int = 4) -> None:
+    """Trace a short round of its own, after the measured ones."""
+    import jax
+
+    with jax.profiler.trace(folder):
+        bench.round(count)
+
+
+def main(argv=None) -> dict:
+    args = parse(argv)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
+    watch = CompileWatch()
+    from bench import common
+
+    peaks = common.measure_peaks()
+    print(f"copy {peaks.copy_gbps:.0f} GB/s, bf16 {peaks.bf16_tflops:.0f}, fp8 {peaks.fp8_tflops:.0f} TFLOP/s", flush=True)
+    bench = Bench(args, watch)
+    print(f"made in {bench.made_s:.1f} s, compiled in {bench.compile_s}", flush=True)
+    if args.hlo:
+        with open(args.hlo, "w") as f:
+            f.write(bench.hlo)
+    check_in_place(bench)
+    rounds = measure(bench, watch)
+    out = {
+        "benchmark": "decode",
+        "environment": common.environment(args.seed),
+        "peaks": dataclasses.asdict(peaks),
+        "protocol": protocol(bench),
+        "result": result(bench, rounds, peaks),
+    }
+    if args.profile:
+        profile(bench, args.profile)
+    if args.out:
+        common.write_json(args.out, out)
+    _print(out)
+    return out
+
+
+def _print(out: dict) -> None:
+    r, p = out["result"], out["protocol"]
+    print(f"{p['preset']}: {len(p['layers'])} layers, B {p['batch']}, ctx {p['context']}, gamma {p['gamma']}")
+    for note in p["notes"]:
+        print(f"  note: {note}")
+    print(f"  step {r['step_ms']:.3f} ms | floor {r['floor_ms']:.3f} ms | {r['ratio']:.2f}x")
+    print(f"  {r['tps_per_request']:.1f} tokens/s per request, {r['tps_aggregate']:.0f} in all")
+    print(f"  host {r['host_ms_per_step']['median']:.3f} ms a step, memory {r['memory_gb']}", flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main(sys.argv[1:])
