@@ -1,5 +1,7 @@
 """Mixture of experts: router, routed experts behind an exchange object, shared expert (spec/model.md section 9)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -13,13 +15,14 @@ from pallas_kernels.experts.api import experts
 from pallas_kernels.router.api import fake_balance, router
 
 
+@dataclasses.dataclass(frozen=True)
 class LocalExchange:
     """Expert exchange of a single rank: it owns every expert and every engram row.
 
     The sharded exchanges of `sharding` have the same three members and the same results.
     """
 
-    ranks = 1
+    ranks: int = 1
 
     def run_experts(self, x, ids, weights, params: Experts, run):
         """f32[T, H]: `run(x, ids, weights, params, first_expert)` over all rows and all ranks, summed in id order."""

@@ -1,7 +1,5 @@
 """Teacher-forced scoring through the decode path: logits of every position, drafts of every anchor, per-layer arrays."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from dsv41_jax.params import Transformer
 from dsv41_jax.plan import Chunk
 from dsv41_jax.precision import precision as by_name
 from dsv41_jax.score_dump import Dump
-from dsv41_jax.step import Steps
+from dsv41_jax.step import Steps, compiled
 
 
 def score(
@@ -56,7 +54,7 @@ def score(
     table = jnp.arange(1, 1 + b * columns, dtype=jnp.int32).reshape(b, columns)
     tables, slots = PageTables.shared(table, config), jnp.arange(b, dtype=jnp.int32)
     state = init_state(config, geometry, net.precision)
-    drafter = _Drafter(params, net) if drafts else None
+    leaves, treedef = jax.tree.flatten(params)
     arrays = Dump(config, b, length) if dump else None
     logits = np.zeros((b, length, config.vocab_size), np.float32)
     proposals = []
@@ -70,8 +68,9 @@ def score(
         logits[:, start : start + count] = np.asarray(out)[:, :count]
         if dump:
             arrays.add(start, count, rows, features)
-        if drafter:
-            state, made = drafter.run(state, features.target, piece, propose=start >= prefill)
+        if drafts:
+            run = compiled(_draft_rows, treedef, net=net, propose=start >= prefill)
+            state, made = run(leaves, state, features.target, piece)
             if made is not None:
                 proposals.append([np.moveaxis(np.asarray(x), 0, 1)[:, :count] for x in made])
         if on_progress:
@@ -105,23 +104,10 @@ def _check(c: ModelConfig, ids, prefill: int, chunk: int, drafts: bool) -> np.nd
     return ids.astype(np.int32)
 
 
-class _Drafter:
-    """Greedy proposals for every row of a chunk: row r drafts from the features of the rows before it, then commits."""
-
-    def __init__(self, params: Transformer, net: Network):
-        self._leaves, treedef = jax.tree.flatten(params)
-        run = functools.partial(_draft_rows, net=net)
-        bound = lambda propose: jax.jit(
-            lambda leaves, *args: run(jax.tree.unflatten(treedef, leaves), *args, propose=propose), donate_argnums=1
-        )
-        self._jitted = {propose: bound(propose) for propose in (False, True)}
-
-    def run(self, state: State, features, chunk: Chunk, propose: bool):
-        """(state, None or (tokens [S, B, G], logits [S, B, G, V], confidence [S, B, G]))."""
-        return self._jitted[propose](self._leaves, state, features, chunk)
-
-
 def _draft_rows(params, state: State, features, chunk: Chunk, *, net: Network, propose: bool):
+    """Greedy proposals for every row of a chunk: row r drafts from the features of the rows before it, then commits.
+
+    Returns (state, None or (tokens [S, B, G], logits [S, B, G, V], confidence [S, B, G]))."""
     b, s = chunk.tokens.shape
     offset = jnp.arange(s, dtype=jnp.int32)
     slots = jnp.where(offset < chunk.count[:, None], chunk.slots[:, None], -1)
