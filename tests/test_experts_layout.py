@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.codecs import dequantize_weight_mxfp4
-from pallas_kernels.experts import hopper, layout, route
+from pallas_kernels.experts import experts, explain, hopper, layout, route, shuffle_weights
 from pallas_kernels.experts.reference import qdq_fp8
 from pallas_kernels.experts.specs import ExpertsSpec
 
@@ -95,18 +95,20 @@ def test_plan_covers_every_local_slot_once(routing, first, local, rows):
     p = route.plan(jnp.asarray(ids), jnp.asarray(weights), first, local, rows)
     key = [(e, slot) for slot, e in enumerate(ids.ravel()) if first <= e < first + local]
     order = [slot for _, slot in sorted(key)]
-    assert int(p.count) == len(order)
-    np.testing.assert_array_equal(np.asarray(p.token)[: len(order)], np.array(order, int) // 3)
-    np.testing.assert_array_equal(np.asarray(p.weight)[: len(order)], weights.ravel()[order])
-    seen = []
-    tiles = np.asarray(p.tiles)
+    where = np.asarray(p.position)
+    np.testing.assert_array_equal(where, np.sort(where, axis=1))
+    padded = p.token.shape[0]
+    assert len(set(where.ravel())) == where.size and where.max() + rows <= padded
+    local_slots = (where < int(p.count)).sum()
+    assert local_slots == len(order)
+    seen, tiles = [], np.asarray(p.tiles)
     for expert, start, size in tiles[:3, : tiles[3, 0]].T:
-        assert 1 <= size <= rows
-        seen += list(range(start, start + size))
-        assert all(ids.ravel()[order[r]] == first + expert for r in range(start, start + size))
-        assert start + max(rows, 32 if rows < 32 else rows) <= p.token.shape[0] + 32
-    assert sorted(seen) == list(range(len(order)))
-    np.testing.assert_array_equal(np.asarray(p.position), np.sort(np.asarray(p.position), axis=1))
+        assert 1 <= size <= rows and start % route.ALIGN == 0 and start + rows <= padded
+        seen += [(first + expert, start + r) for r in range(size)]
+    assert len(seen) == len(order) and len({row for _, row in seen}) == len(order)
+    for (expert, slot), (tile_expert, row) in zip(sorted(key), sorted(seen), strict=True):
+        assert expert == tile_expert and row in where[slot // 3]
+        assert int(p.token[row]) == slot // 3 and float(p.weight[row]) == weights.ravel()[slot]
 
 
 def test_sort_and_pairwise_ranks_agree(monkeypatch):
@@ -120,11 +122,12 @@ def test_combine_takes_local_rows_only_in_ascending_expert_order():
     spec = ExpertsSpec("combine", 9, 128, 64, 4, 3, total=8)
     ids, weights = spec.make_routing(np.random.default_rng(1))
     p = route.plan(jnp.asarray(ids), jnp.asarray(weights), 2, 4, 8)
-    y = np.random.default_rng(2).standard_normal((p.token.shape[0], 128)).astype(np.float32)
-    y[int(p.count) :] = np.nan  # rows the kernel leaves unwritten
+    y = np.full((p.token.shape[0], 128), np.nan, np.float32)  # the kernel leaves gaps and foreign rows unwritten
+    real = np.sort(np.asarray(p.position)[np.asarray(p.position) < int(p.count)])
+    y[real] = np.random.default_rng(2).standard_normal((len(real), 128))
     got = np.asarray(route.combine(jnp.asarray(y), p))
     want = np.zeros_like(got)
-    for row in range(int(p.count)):  # sorted rows are in ascending expert id
+    for row in real:  # sorted rows are in ascending expert id
         want[int(p.token[row])] += y[row]
     np.testing.assert_array_equal(got, want)
 
@@ -157,3 +160,15 @@ def test_both_quantisers_agree():
 def test_tile_rows_follow_the_mean():
     assert [hopper.tile_rows(n, 96) for n in (6, 576, 2304, 3000, 9216)] == [8, 8, 32, 64, 64]
     assert dataclasses.asdict(SPEC)["hidden"] % 256 == 0
+
+
+def test_operator_takes_shuffled_weights_everywhere():
+    """The definition undoes the order: same bits as in the checkpoint's order, and the reason for it can be asked."""
+    arrays = SPEC.make_inputs(4)
+    shuffled = (*arrays[:3], *shuffle_weights(*arrays[3:]))
+    np.testing.assert_array_equal(np.asarray(experts(*shuffled)), np.asarray(experts(*arrays)))
+    assert explain(*shuffled, arch="sm_90")["chosen"] == "hopper"
+    assert "shuffle_weights" in explain(*arrays, arch="sm_90")["hopper"]
+    assert "released" in explain(*shuffled, precision="float32", arch="sm_90")["hopper"]
+    with pytest.raises(ValueError, match="expected s2"):
+        experts(*shuffled[:-1], shuffled[-1][:, :, 1:])

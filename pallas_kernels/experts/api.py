@@ -3,11 +3,23 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import reference
+from . import hopper, layout, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
-IMPLEMENTATIONS = (Implementation("reference", reference.experts),)
+def _reference(x, ids, weights, w13, s13, w2, s2, *, experts_total=None, **kwargs):
+    """The definition; undoes the shuffled order first (packed bytes, nothing is dequantised ahead)."""
+    del experts_total
+    tensors = (w13, s13, w2, s2)
+    return reference.experts(
+        x, ids, weights, *(layout.unshuffle_weights(*tensors) if layout.is_shuffled(w13) else tensors), **kwargs
+    )
+
+
+IMPLEMENTATIONS = (
+    Implementation("hopper", hopper.experts, ("sm_90",), hopper.refuses),
+    Implementation("reference", _reference),
+)
 
 
 def _validate(x, ids, weights, w13, s13, w2, s2, precision):
@@ -16,18 +28,20 @@ def _validate(x, ids, weights, w13, s13, w2, s2, precision):
         raise ValueError(f"experts: expected x [T, H], got {x.shape}")
     if ids.ndim != 2 or ids.shape[0] != t or weights.shape != ids.shape:
         raise ValueError(f"experts: expected ids and weights [{t}, K], got {ids.shape} and {weights.shape}")
-    e, f = w2.shape[0], w2.shape[-1] * 2
-    for name, got, expected in (
-        ("w13", w13.shape, (e, 2 * f, h // 2)),
-        ("s13", s13.shape, (e, 2 * f, h // 32)),
-        ("w2", w2.shape, (e, h, f // 2)),
-        ("s2", s2.shape, (e, h, f // 32)),
-    ):
-        if tuple(got) != expected:
-            raise ValueError(f"experts: expected {name} {expected} (E = {e}, F = {f}, H = {h}), got {tuple(got)}")
-    for name, a in (("w13", w13), ("s13", s13), ("w2", w2), ("s2", s2)):
-        if a.dtype != jnp.uint8:
-            raise ValueError(f"experts: expected {name} of dtype uint8, got {a.dtype}")
+    shuffled = layout.is_shuffled(w13)
+    e, f = (w2.shape[0], w13.shape[1] * 32) if shuffled else (w2.shape[0], w2.shape[-1] * 2)
+    if shuffled:
+        dtype = jnp.int32
+        expected = (e, f // 32, h // 128, 8, 128), (e, f // 32, h // 256 + 2, 128)
+        expected += (e, h // 64, f // 128, 8, 128), (e, h // 64, f // 256 + 2, 128)
+    else:
+        dtype = jnp.uint8
+        expected = (e, 2 * f, h // 2), (e, 2 * f, h // 32), (e, h, f // 2), (e, h, f // 32)
+    for name, a, shape in zip(("w13", "s13", "w2", "s2"), (w13, s13, w2, s2), expected, strict=True):
+        if tuple(a.shape) != shape:
+            raise ValueError(f"experts: expected {name} {shape} (E = {e}, F = {f}, H = {h}), got {tuple(a.shape)}")
+        if a.dtype != dtype:
+            raise ValueError(f"experts: expected {name} of dtype {jnp.dtype(dtype).name}, got {a.dtype}")
     if h % 32 or f % 32:
         raise ValueError(f"experts: expected H and F divisible by 32, got H = {h}, F = {f}")
     if precision not in PRECISIONS:
@@ -46,6 +60,7 @@ def experts(
     swiglu_limit: float = 10.0,
     first_expert=0,  # int or i32[]: the global id of w13[0]
     precision: str = "released",
+    experts_total: int | None = None,
     impl: str = "auto",
     arch: str | None = None,
 ):
@@ -57,12 +72,16 @@ def experts(
     float32, float32_cache: no activation quantisation and no bf16 rounding, fp32 products.
     Rows may fall on the experts in any way: none is dropped, an expert may have none or all. Slots whose id is outside
     the local range contribute nothing (any id is allowed there, -1 too).
+    The four weight arrays may be in the order of `shuffle_weights` (layout.py), which the Hopper kernel needs.
+    experts_total: how many experts `ids` range over, where that is more than E_local; only tunes tile sizes.
     Returns f32[T, H].
     Raises ValueError for shapes or dtypes that do not fit together. Source: spec/model.md sections 4 and 9.
     """
     _validate(x, ids, weights, w13, s13, w2, s2, precision)
     args = (x, ids, weights, w13, s13, w2, s2)
-    kwargs = dict(swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision)
+    kwargs = dict(
+        swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision, experts_total=experts_total
+    )
     chosen, _ = resolve("experts", IMPLEMENTATIONS, impl, arch, *args, **kwargs)
     return chosen.run(*args, **kwargs)
 

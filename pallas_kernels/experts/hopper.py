@@ -18,11 +18,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..codecs import GROUP, cdiv, e8m0_to_f32, quantize_fp8, round_e4m3
+from ..codecs import FP8_FLOOR, FP8_MAX, cdiv, ceil_e8m0, e8m0_to_f32, round_e4m3
 from . import layout, route
 
-STAGES = {3: 6, 4: 5, 5: 4, 6: 3}  # pipeline depth that fits 227 KiB, by warpgroups and 32 rows
+SHARED_BYTES = 226 * 1024  # of 227 KiB; the rest holds barriers
 TILE_ROWS = (8, 16, 24, 32, 64)
+H200_SMS = 132
 
 
 def tile_rows(slots: int, experts: int) -> int:
@@ -31,42 +32,42 @@ def tile_rows(slots: int, experts: int) -> int:
     return next((n for n in TILE_ROWS if n * 3 >= mean * 4), TILE_ROWS[-1])
 
 
-def _common_scale(x, groups_axis: int, inner_axes: tuple[int, ...]):
-    """Quantise groups of 32 as the model does, then re-express them with the largest scale of their chunk.
+def pipeline_stages(n: int, groups: int) -> int:
+    """Stages of 256 channels that fit shared memory: weights and scales of each warpgroup, the tile's rows and scales."""
+    stage = groups * (layout.STAGE * 4096 + 512) + layout.STAGE * (n * 128 + max(n, 32) * 4)
+    return min(8, SHARED_BYTES // stage)
 
-    x bf16; returns (e4m3 bytes u8 like x, scale f32 without the group and inner axes).
+
+def _re_express(g, group_axis: int, inner_axes: tuple[int, ...]):
+    """Quantise each group to FP8 as the model does, then express a chunk's four groups with their largest scale.
+
+    g: bf16, one axis of four groups, the other axes of a group in `inner_axes`.
+    Returns (e4m3 bytes u8 like g, f32 scales with kept dims of size 1).
     """
-    x = jnp.moveaxis(x, (groups_axis, *inner_axes), range(x.ndim - 1 - len(inner_axes), x.ndim))
-    lead = x.shape[: x.ndim - 1 - len(inner_axes)]
-    q, s = quantize_fp8(x.reshape(*lead, 4 * GROUP))
-    top = jnp.max(s, axis=-1, keepdims=True)
-    shift = e8m0_to_f32(jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8))
-    q = round_e4m3(q.astype(jnp.float32).reshape(*lead, 4, GROUP) * shift[..., None])
-    q = jax.lax.bitcast_convert_type(q.astype(jnp.float8_e4m3fn), jnp.uint8)
-    return q, e8m0_to_f32(top[..., 0])
+    g = g.astype(jnp.float32)
+    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=inner_axes, keepdims=True), jnp.float32(FP8_FLOOR))
+    s = ceil_e8m0(amax * jnp.float32(1 / FP8_MAX))
+    top = jnp.max(s, axis=group_axis, keepdims=True)
+    q = round_e4m3(jnp.clip(g / e8m0_to_f32(s), -FP8_MAX, FP8_MAX))
+    # 127 + s - top is the e8m0 byte of the ratio of the two scales; below byte 0 the group has vanished anyway.
+    ratio = jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8)
+    q = round_e4m3(q * e8m0_to_f32(ratio)).astype(jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(q, jnp.uint8), e8m0_to_f32(top)
 
 
 def quantize_rows(x):
     """bf16[T, H] -> (u8[H/128, T, 128] e4m3 in layout.CHANNEL order, f32[H/128, T])."""
     t, h = x.shape
-    q, s = _common_scale(x.reshape(t, h // 128, 4, 32), 2, (3,))
-    q = q.reshape(t, h // 128, 4, 4, 2, 4).transpose(1, 0, 3, 4, 2, 5)
-    return q.reshape(h // 128, t, 128), s.T
+    g = x.reshape(t, h // 128, 4, 4, 2, 4)  # q, i, h, j: channel = 32 q + 8 i + 4 h + j
+    q, s = _re_express(g, 2, (3, 4, 5))
+    return q.transpose(1, 0, 3, 4, 2, 5).reshape(h // 128, t, 128), s.reshape(t, h // 128).T
 
 
 def quantize_sorted(t):
     """bf16[F/128, R, 128] already in layout.CHANNEL order -> (u8 alike, f32[F/128, R])."""
     c, r, _ = t.shape
-    g = t.reshape(c, r, 4, 2, 4, 4)  # i, h, q, j: a group is one q
-    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=(2, 3, 5), keepdims=True).astype(jnp.float32), jnp.float32(1e-4))
-    from ..codecs import FP8_MAX, ceil_e8m0, to_e4m3
-
-    s = ceil_e8m0(amax * jnp.float32(1 / FP8_MAX))
-    top = jnp.max(s, axis=4, keepdims=True)
-    q = to_e4m3(g.astype(jnp.float32) / e8m0_to_f32(s)).astype(jnp.float32)
-    shift = e8m0_to_f32(jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8))
-    q = round_e4m3(q * shift).astype(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(q, jnp.uint8).reshape(t.shape), e8m0_to_f32(top.reshape(c, r))
+    q, s = _re_express(t.reshape(c, r, 4, 2, 4, 4), 4, (2, 3, 5))
+    return q.reshape(t.shape), s.reshape(c, r)
 
 
 def _step(n: int, w_ref, s_ref, x_ref, scale_ref, total):
@@ -151,7 +152,7 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
     parts = blocks // groups
     width = blocks * layout.ROWS // (2 if kind == "swiglu" else 1)
     padded = max(n, 32)
-    stages = stages or STAGES[groups]
+    stages = stages or pipeline_stages(n, groups)
     out = jax.ShapeDtypeStruct((width // 128, rows, 128) if kind == "swiglu" else (rows, width), jnp.bfloat16)
     regs = plgpu.Layout.WG_STRIDED((64 * n,), vec_size=1)
     splat = plgpu.Layout.WG_SPLAT
@@ -162,22 +163,22 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
         wg, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
         items = tiles[3, 0] * parts
         mine = (items - block + sms - 1) // sms
+        after = lambda slot: jnp.where(slot == stages - 1, 0, slot + 1)
 
         def produce():
             if registers:
                 plgpu.set_max_registers(registers[0], action="decrease")
 
-            def item(i, _):
+            def item(i, state):
                 index = block + i * sms
                 tile, part = index // parts, index % parts
                 expert, first = tiles[0, tile], tiles[1, tile]
                 own = pl.ds(part * groups, groups)
 
-                def step(k, _):
-                    count = i * steps + k
-                    slot = count % stages
+                def step(k, state):
+                    slot, filled = state
 
-                    @pl.when(count >= stages)
+                    @pl.when(filled == stages)
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
@@ -187,11 +188,11 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
                     plgpu.copy_gmem_to_smem(s_gmem.at[expert, own, k], s_smem.at[slot], bar)
                     plgpu.copy_gmem_to_smem(x_gmem.at[pair, pl.ds(first, n)], x_smem.at[slot], bar)
                     plgpu.copy_gmem_to_smem(scale_gmem.at[pair, pl.ds(first, padded)], scale_smem.at[slot], bar)
-                    return 0
+                    return after(slot), jnp.minimum(filled + 1, stages)
 
-                return jax.lax.fori_loop(0, steps, step, 0)
+                return jax.lax.fori_loop(0, steps, step, state)
 
-            jax.lax.fori_loop(0, mine, item, 0)
+            jax.lax.fori_loop(0, mine, item, (jnp.int32(0), jnp.int32(0)))
 
         def consume():
             if registers:
@@ -204,28 +205,28 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
                 lambda ctx, *args: _finish(n, kind, limit, (blocks, steps, rows, width), *args)
             )
 
-            def item(i, _):
+            def item(i, slot):
                 index = block + i * sms
                 tile, part = index // parts, index % parts
 
-                def step(k, total):
-                    slot = (i * steps + k) % stages
+                def step(_, state):
+                    slot, total = state
                     plgpu.barrier_wait(full.at[slot])
                     total = step_fn(
                         w_smem.at[slot, wg], s_smem.at[slot, wg], x_smem.at[slot], scale_smem.at[slot], total
                     )
                     plgpu.barrier_arrive(empty.at[slot])
-                    return total
+                    return after(slot), total
 
                 zero = plgpu.layout_cast(jnp.zeros((64 * n,), jnp.float32), regs)
-                total = jax.lax.fori_loop(0, steps, step, zero)
+                slot, total = jax.lax.fori_loop(0, steps, step, (slot, zero))
                 finish(
                     total, s_gmem, weight_gmem, out_gmem,
                     tiles[0, tile], part * groups + wg, tiles[1, tile], tiles[2, tile],
                 )  # fmt: skip
-                return 0
+                return slot
 
-            jax.lax.fori_loop(0, mine, item, 0)
+            jax.lax.fori_loop(0, mine, item, jnp.int32(0))
 
         jax.lax.cond(wg == groups, produce, consume)
 
@@ -251,29 +252,43 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
     )(x, scale, w, s, plan.tiles, plan.weight)
 
 
-def _groups(blocks: int, largest: int) -> int:
-    return next(g for g in range(largest, 0, -1) if blocks % g == 0)
+def _groups(blocks: int, n: int) -> int:
+    """Math warpgroups of a block: four, two for wide tiles (registers), fewer where the row blocks do not divide."""
+    return next(g for g in ((4, 3, 2, 1) if n <= 32 else (2, 1)) if blocks % g == 0)
+
+
+def refuses(
+    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None
+):  # fmt: skip
+    """Why the kernel does not take these arguments, or None."""
+    if precision != "released":
+        return f"computes `released` only, this is {precision}"
+    if not layout.is_shuffled(w13):
+        return "weights are in the checkpoint's order: apply shuffle_weights at load"
+    return None
 
 
 def experts(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
-    experts_total=None, sms=132, tuning=None,
+    experts_total=None, sms=None, tuning=None,
 ):  # fmt: skip
-    """See `api.experts`; takes shuffled weights, `released` only."""
+    """See `api.experts`; takes shuffled weights, `released` only.
+
+    sms: multiprocessors to fill (default: the device's). tuning: {"n": rows of a tile, "swiglu": {...}, "down": {...}},
+    the two GEMMs' `groups`, `stages`, `registers`; for benchmarks.
+    """
     del precision
-    local = w13.shape[0]
-    tuning = dict(tuning or {})
-    n = tuning.pop("n", None) or tile_rows(ids.size, experts_total or local)
-    first_cfg, second_cfg = tuning.pop("swiglu", {}), tuning.pop("down", {})
+    local, tuning = w13.shape[0], tuning or {}
+    n = tuning.get("n") or tile_rows(ids.size, experts_total or local)
+    sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
     plan = route.plan(ids, weights, first_expert, local, n)
-    q, scale = quantize_rows(x)
     gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
-    config = dict(groups=_groups(w13.shape[1], 4), **first_cfg) if "groups" not in first_cfg else first_cfg
+    q, scale = quantize_rows(x)
+    config = {"groups": _groups(w13.shape[1], n), **tuning.get("swiglu", {})}
     t = gemm(_take(q, plan.token), scale[:, plan.token], w13, s13, kind="swiglu", **config)
     q, scale = quantize_sorted(t)
-    config = dict(groups=_groups(w2.shape[1], 4), **second_cfg) if "groups" not in second_cfg else second_cfg
-    y = gemm(q, scale, w2, s2, kind="down", **config)
-    return route.combine(y, plan)
+    config = {"groups": _groups(w2.shape[1], n), **tuning.get("down", {})}
+    return route.combine(gemm(q, scale, w2, s2, kind="down", **config), plan)
 
 
 def _take(q, token):

@@ -7,18 +7,19 @@ import jax.numpy as jnp
 
 from ..codecs import cdiv, round_up
 
+ALIGN = 4  # an expert's first sorted row: the TMA wants 16-byte aligned addresses, also of f32 scales along rows
 _PAIRWISE = 4096  # up to here ranks come from all pairs of slots (one fusion); above it from a sort
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Sorted rows: local slots first, by expert, then by slot.
+    """Sorted rows: local slots first, by expert, then by slot; an expert's rows start at a multiple of ALIGN.
 
     position,  # i32[T, K] sorted row of each slot, ascending along K (= ascending expert id within a token)
-    count,     # i32[] rows on local experts
-    token,     # i32[R] token of each sorted row, R = round_up(T*K, 8) + rows of a tile
-    weight,    # f32[R] its routing weight, 0 past T*K
+    count,     # i32[] sorted rows before the first slot of another rank's expert (gaps included)
+    token,     # i32[R] token of each sorted row (0 in gaps), R >= every position + rows of a tile
+    weight,    # f32[R] its routing weight (0 in gaps)
     tiles,     # i32[4, M]: expert, first row, rows of each tile; [3, 0] = number of tiles
     """
 
@@ -53,10 +54,12 @@ def plan(ids, weights, first_expert, local: int, rows: int) -> Plan:
     rank = _ranks(key)
     counts = jnp.sum(key[None, :] == jnp.arange(local, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     # Sums over the triangle instead of a scan: a few hundred experts, one fusion.
-    lower = jnp.tri(local, k=-1, dtype=jnp.int32)
-    start = jnp.sum(lower * counts[None, :], axis=1)
+    lower = jnp.tri(local + 1, local, k=-1, dtype=jnp.int32)
+    before = jnp.sum(lower * counts[None, :], axis=1)
+    start = jnp.sum(lower * (cdiv(counts, ALIGN) * ALIGN)[None, :], axis=1)
+    position = rank + (start - before)[key]
     tiles = cdiv(counts, rows)
-    tile_start = jnp.sum(lower * tiles[None, :], axis=1)
+    tile_start = jnp.sum(lower[:local] * tiles[None, :], axis=1)
     m = max_tiles(t * k, local, rows)
     i = jnp.arange(m, dtype=jnp.int32)
     expert = jnp.sum(tile_start[None, :] + tiles[None, :] <= i[:, None], axis=1, dtype=jnp.int32)
@@ -64,13 +67,14 @@ def plan(ids, weights, first_expert, local: int, rows: int) -> Plan:
     first = start[expert] + (i - tile_start[expert]) * rows
     size = jnp.clip(start[expert] + counts[expert] - first, 0, rows)
     total = jnp.broadcast_to(jnp.sum(tiles), (m,))
-    padded = round_up(t * k, 8) + rows
-    slot = jnp.zeros(padded, jnp.int32).at[rank].set(jnp.arange(t * k, dtype=jnp.int32), unique_indices=True)
-    weight = jnp.where(jnp.arange(padded) < t * k, weights.reshape(-1)[slot], 0.0)
+    padded = round_up(t * k + (ALIGN - 1) * min(local, t * k), 8) + rows
+    place = dict(unique_indices=True, mode="promise_in_bounds")
+    token = jnp.zeros(padded, jnp.int32).at[position].set(jnp.arange(t * k, dtype=jnp.int32) // k, **place)
+    weight = jnp.zeros(padded, jnp.float32).at[position].set(weights.reshape(-1), **place)
     return Plan(
-        position=jnp.sort(rank.reshape(t, k), axis=1),
-        count=jnp.sum(counts),
-        token=slot // k,
+        position=jnp.sort(position.reshape(t, k), axis=1),
+        count=start[local],
+        token=token,
         weight=weight,
         tiles=jnp.stack([expert, first, size, total]),
     )
