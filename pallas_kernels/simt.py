@@ -336,7 +336,12 @@ class Emulator(Algorithms):
         value[active] = self._shared[block, at]
         return Word(self, value)
 
+    def _aligned(self, array, index, count):
+        at = np.broadcast_to(index.x, self._mask.shape)[self._mask] + array[0]
+        assert (at % count == 0).all(), "misaligned shared access"
+
     def get_many(self, array, index, count):
+        self._aligned(array, index, count)
         return [self.get(array, index + i) for i in range(count)]
 
     def put(self, array, index, value, where=None):
@@ -351,6 +356,7 @@ class Emulator(Algorithms):
 
     def put_many(self, array, index, values):
         """Store consecutive words at a multiple of their number."""
+        self._aligned(array, index, len(values))
         for i, value in enumerate(values):
             self.put(array, index + i, value)
 

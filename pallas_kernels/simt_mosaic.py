@@ -10,7 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 
 from . import simt
-from .codecs import cdiv
+from .codecs import cdiv, round_up
 from .simt import FULL_WARP, Word
 
 _PREDICATES = {"eq": 0, "ne": 1, "slt": 2, "sle": 3, "sgt": 4, "sge": 5, "ult": 6}
@@ -238,6 +238,7 @@ def launch(kernel, inputs, outputs, *, name: str, rows: int, threads: int, share
     """
     out_type = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs)
     count = len(inputs) + len(outputs)
+    shared_words = round_up(shared_words, 4)  # every row's part starts where a 16-byte access may
 
     def body(*refs):
         plgpu.griddepcontrol_wait()

@@ -1,0 +1,149 @@
+"""What each operator costs at its specs, beside its floor and beside plain XLA:  python -m bench.operators [op ...]
+
+One JSON file per run in bench/results/: device, versions, commit, the ceilings measured in the same run, and per spec
+and implementation the median, minimum and maximum time over at least eight rotating inputs, the floor, their ratio, and
+whether the result equals the definition's. "reference" is the definition compiled by XLA, which is the baseline.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import common, timing
+
+SEEDS = 8
+MOST_BYTES = 4 << 30  # of rotating inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """One operator: its folder in pallas_kernels, and its static arguments as fields of a spec.
+
+    extra: further baselines by name, each called like the operator. tolerance: largest difference from the definition
+    relative to the largest value; 0 means equal bits.
+    """
+
+    name: str
+    static: tuple[str, ...] = ()
+    extra: dict = dataclasses.field(default_factory=dict)
+    tolerance: float = 0.0
+    function: str | None = None
+
+    def module(self, part: str):
+        return importlib.import_module(f"pallas_kernels.{self.name}.{part}")
+
+    def call(self, spec, impl: str):
+        static = {field: getattr(spec, field) for field in self.static}
+        if impl in self.extra:
+            return functools.partial(self.extra[impl], **static)
+        return functools.partial(getattr(self.module("api"), self.function or self.name), impl=impl, **static)
+
+
+def _xla_top_k(logits, end, *, k, **_):
+    """lax.top_k alone: no filler, no NaN rule, no order. What a straightforward port would call."""
+    del end
+    return jax.lax.top_k(logits, k)[1]
+
+
+OPERATORS = (
+    Operator("select_tokens", ("k",), {"lax.top_k": _xla_top_k}),
+    Operator("candidate_blocks", ("k_blocks", "flags")),
+    Operator("sparse_plan", ("key_count", "k", "kind")),
+)
+
+
+def rotations(spec):
+    """At least eight inputs from different seeds, and more by rolling the rows while they fit comfortably."""
+    made = [spec.make_inputs(seed) for seed in range(SEEDS)]
+    made = [m if len(m) == 2 and isinstance(m[1], dict) else (m, {}) for m in made]
+    size = sum(x.nbytes for m in made for x in jax.tree.leaves(m))
+    turns = max(1, min(4, MOST_BYTES // max(size, 1))) if spec.bytes < 100e6 else 1
+
+    def turned(inputs, turn):
+        by_row = lambda x: jnp.roll(x, turn * 37, axis=0) if x.ndim and x.shape[0] == spec.rows else x
+        return jax.tree.map(by_row, inputs)
+
+    return [turned(m, turn) for turn in range(turns) for m in made]
+
+
+def agrees(got, want, tolerance: float) -> bool:
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    if tolerance == 0:
+        return all(np.array_equal(np.asarray(g), np.asarray(w)) for g, w in pairs)
+    wide = [(np.asarray(g, np.float32), np.asarray(w, np.float32)) for g, w in pairs]
+    return all(np.abs(g - w).max() <= tolerance * max(np.abs(w).max(), 1e-30) for g, w in wide)
+
+
+def measure(operator: Operator, spec, peaks: common.Peaks) -> list[dict]:
+    """Every implementation that takes the spec, one record each."""
+    inputs = rotations(spec)
+    args, kwargs = inputs[0]
+    want = jax.jit(operator.call(spec, "reference"))(*args, **kwargs)
+    floor = peaks.floor_us(spec.bytes, spec.flops)
+    records = []
+    for impl in [i.name for i in operator.module("api").IMPLEMENTATIONS] + list(operator.extra):
+        function = operator.call(spec, impl)
+        try:
+            got = jax.jit(function)(*args, **kwargs)
+        except ValueError as refusal:
+            print(f"{operator.name:18s} {spec.name:28s} {impl:18s} not taken: {refusal}", flush=True)
+            continue
+        slow = impl == "reference" or impl in operator.extra
+        times = timing.us_per_call(function, inputs, dispatches=3 if slow else 20, samples=5 if slow else 15)
+        record = {
+            "operator": operator.name,
+            "spec": {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)},
+            "implementation": impl,
+            "equals_definition": None if impl in operator.extra else agrees(got, want, operator.tolerance),
+            "rotating_inputs": len(inputs),
+            "seeds": list(range(SEEDS)),
+            **{f"{name}_us": round(t, 3) for name, t in times.items()},
+            "bytes": spec.bytes,
+            "flops": spec.flops,
+            "floor_us": round(floor, 3),
+            "ratio": round(times["median"] / floor, 3),
+        }
+        records.append(record)
+        goal = getattr(spec, "goal_us", None)
+        print(
+            f"{operator.name:18s} {spec.name:28s} {impl:18s} {record['median_us']:9.2f} us  floor {record['floor_us']:7.2f}"
+            f"  x{record['ratio']:7.2f}  {spec.bytes / times['median'] / 1e3:7.0f} GB/s"
+            f"  goal {goal or '-'}  equal {record['equals_definition']}",
+            flush=True,
+        )
+    return records
+
+
+def main(argv=None) -> None:
+    names = [o.name for o in OPERATORS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operators", nargs="*", metavar="op", help=f"any of {', '.join(names)}; all if none is named")
+    parser.add_argument("--spec", action="append", help="only specs whose name contains this (repeatable)")
+    parser.add_argument("--min-rows", type=int, default=64, help="skip specs with fewer rows (default 64)")
+    parser.add_argument("--out", type=pathlib.Path, help="result file (default bench/results/operators_<device>.json)")
+    options = parser.parse_args(argv)
+    if unknown := set(options.operators) - set(names):
+        parser.error(f"unknown operators {sorted(unknown)}; there are {names}")
+    head, peaks = common.environment(), common.measure_peaks()
+    print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
+    records = []
+    for operator in OPERATORS:
+        if options.operators and operator.name not in options.operators:
+            continue
+        for spec in operator.module("specs").SPECS:
+            wanted = not options.spec or any(s in spec.name for s in options.spec)
+            if wanted and spec.rows >= options.min_rows:
+                records += measure(operator, spec, peaks)
+    path = options.out or common.RESULTS / f"operators_{head['device'].lower().replace(' ', '_')}.json"
+    common.write_json(path, {**head, "peaks": dataclasses.asdict(peaks), "results": records})
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
