@@ -195,14 +195,15 @@ def _run(args, params, config, tokenizer, prompts, sampling, gamma, out):
         out.write(stream.finish() + "\n")
     else:
         for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-            out.write(_result_line(i, prompt, result, tokenizer, args.json))
+            label = i if args.json or len(prompts) > 1 else None
+            out.write(_result_line(label, prompt, result, tokenizer, args.json))
     drafted, accepted = sum(r.drafted for r in results), sum(r.accepted for r in results)
     print(watch.report() + (f"; {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})" if drafted else ""),
           file=sys.stderr)  # fmt: skip
     return results
 
 
-def _result_line(index: int, prompt, result, tokenizer, as_json: bool) -> str:
+def _result_line(index: int | None, prompt, result, tokenizer, as_json: bool) -> str:
     ids = [int(t) for t in result.token_ids]
     text = tokenizer.decode(ids) if tokenizer else None
     if as_json:
@@ -210,7 +211,8 @@ def _result_line(index: int, prompt, result, tokenizer, as_json: bool) -> str:
             "index": index, "prompt_ids": prompt, "token_ids": ids, "text": text, "finish_reason": result.finish_reason,
             "drafted": int(result.drafted), "accepted": int(result.accepted),
         }) + "\n"  # fmt: skip
-    return f"[{index}] " + (text if text is not None else ",".join(map(str, ids))) + "\n"
+    label = "" if index is None else f"[{index}] "
+    return label + (text if text is not None else ",".join(map(str, ids))) + "\n"
 
 
 class _Watch:
