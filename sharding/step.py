@@ -6,6 +6,7 @@ state does not change. Random numbers belong to (request seed, position), so a r
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -14,10 +15,26 @@ from jax.sharding import NamedSharding
 
 from dsv41_jax.model import Network
 from dsv41_jax.params import Transformer, flat_paths
-from dsv41_jax.step import Steps
+from dsv41_jax.step import Steps, _forward_logits, mtp_step, prefill_step
 from sharding.exchange import GatherExchange
 from sharding.mesh import mesh_ranks
 from sharding.rules import batch_spec, global_parameters, parameter_spec, state_spec
+
+
+@functools.lru_cache(maxsize=64)
+def compiled_over(mesh: jax.sharding.Mesh, treedef, paths: tuple[str, ...], *, step, **static):
+    """`step` of dsv41_jax.step mapped over the mesh and jitted, over flat parameter leaves named by `paths`. The state is
+    donated; host arrays of a batch go straight to their ranks."""
+
+    def bound(leaves, state, batch):
+        return step(jax.tree.unflatten(treedef, leaves), state, batch, **static)
+
+    specs = ([parameter_spec(path) for path in paths], state_spec(), batch_spec())
+    # values differ from rank to rank by construction, so there is nothing for vma checks to prove
+    mapped = jax.shard_map(bound, mesh=mesh, in_specs=specs, out_specs=batch_spec(), check_vma=False)
+    place = lambda s: NamedSharding(mesh, s)
+    placed = ([place(s) for s in specs[0]], place(specs[1]), place(specs[2]))
+    return jax.jit(mapped, in_shardings=placed, out_shardings=placed[2], donate_argnums=1)
 
 
 class ShardedSteps(Steps):
@@ -36,19 +53,11 @@ class ShardedSteps(Steps):
             raise ValueError(f"exchange: expected one for {ranks} ranks of axis {mesh.axis_names[0]!r}, got {exchange}")
         _check_parameters(params, global_parameters(net.config, mesh))
         super().__init__(dataclasses.replace(net, exchange=exchange), params, gamma)
-
-    def _jit(self, fn):
-        treedef = self._treedef
-        of_params = [parameter_spec(path) for path in flat_paths(jax.tree.unflatten(treedef, self._leaves))]
-
-        def bound(leaves, state, batch):
-            return fn(jax.tree.unflatten(treedef, leaves), state, batch)
-
-        specs = (of_params, state_spec(), batch_spec())
-        # values differ from rank to rank by construction, so there is nothing for vma checks to prove
-        mapped = jax.shard_map(bound, mesh=self.mesh, in_specs=specs, out_specs=batch_spec(), check_vma=False)
-        placed = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: not isinstance(s, tuple | list))
-        return jax.jit(mapped, in_shardings=placed, out_shardings=placed[1], donate_argnums=1)
+        mapped = functools.partial(compiled_over, mesh, self._treedef, tuple(flat_paths(params)), net=self.net)
+        self._mtp = mapped(step=mtp_step, gamma=self.gamma)
+        self._prefill = mapped(step=prefill_step)
+        self._forward = mapped(step=_forward_logits, dump=False)
+        self._forward_dump = mapped(step=_forward_logits, dump=True)
 
     def reload(self, params: Transformer) -> None:
         """Replace the parameters; shapes, dtypes and shardings must match. Raises ValueError."""
@@ -79,7 +88,7 @@ def _check_parameters(params: Transformer, expected: Transformer) -> None:
         if (g.shape, g.dtype) != (w.shape, w.dtype):
             raise ValueError(f"params: {path} expected {w.dtype}{list(w.shape)} over all ranks, got {g.dtype}{list(g.shape)}")
         sharding = getattr(g, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(w.sharding, w.ndim if hasattr(w, "ndim") else len(w.shape)):
+        if sharding is None or not sharding.is_equivalent_to(w.sharding, len(w.shape)):
             raise ValueError(f"params: {path} expected {w.sharding.spec} over {w.sharding.mesh.shape}, got {sharding}")
 
 

@@ -1,0 +1,317 @@
+"""The expert exchanges on the GPUs of one host: bytes, time and share of the link, and the sharded step against one GPU.
+
+    python -m bench.exchange --ranks 2 --rows 384 --out bench/results/exchange_h200x2.json
+
+Each exchange runs with a stand-in for the experts that costs one elementwise pass, timed alone beside it, so `exposed_us` is
+what the exchange adds to a layer when nothing hides it. Before anything is timed the exchanges are compared with
+`BlockedExchange`, bit for bit, on random rows and on rows that all go to one rank; with --check the MTP step of a cut
+network over all ranks is compared with the same step on one GPU for three steps (precision float32_cache).
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+
+LINK_GBPS = {"NVIDIA H200": 450.0, "NVIDIA H100": 450.0, "NVIDIA B200": 900.0, "NVIDIA B300": 900.0}  # one way, per GPU
+ROTATE = 8  # different inputs per launch
+
+
+def parse(argv=None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="bench.exchange", description=__doc__.split("\n\n")[0])
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--rows", type=int, default=384, help="rows per rank: 64 requests x 6")
+    p.add_argument("--hidden", type=int, default=5120)
+    p.add_argument("--experts", type=int, default=384, help="routed experts over all ranks")
+    p.add_argument("--top", type=int, default=6, help="experts of a row")
+    p.add_argument("--repeats", type=int, default=10, help="samples; each runs 24 x 8 exchanges")
+    p.add_argument("--exchanges", default="gather,reduce_scatter,all_to_all", help="of bench.compile_report's names")
+    p.add_argument("--check", action="store_true", help="also compare whole steps with one GPU")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    return p.parse_args(argv)
+
+
+def make_rows(args, kind: str = "random"):
+    """(x bf16[N, R*T, H], ids i32[N, R*T, K], weights f32[N, R*T, K]) on the host, N = ROTATE; "one rank": every row
+    wants experts of the last rank alone."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(args.seed)
+    n, rows = ROTATE, args.ranks * args.rows
+    x = rng.standard_normal((n, rows, args.hidden), np.float32).astype(jnp.bfloat16)
+    first = 0 if kind == "random" else args.experts - args.experts // args.ranks
+    score = rng.random((n, rows, args.experts - first), np.float32)
+    ids = first + np.argpartition(score, args.top, -1)[..., : args.top].astype(np.int32)
+    return x, ids, rng.random((n, rows, args.top), np.float32)
+
+
+def stand_in(x, ids, weights, params, first):
+    """f32[T, H]: takes the place of the experts: the row through FP8, as experts read it, times its local weights."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.codecs import dequantize_fp8, quantize_fp8
+
+    local = (ids >= first) & (ids < first + params.w13[...].shape[0])
+    return dequantize_fp8(*quantize_fp8(x)) * jnp.sum(jnp.where(local, weights, 0), -1, keepdims=True)
+
+
+def _owned_experts(args):
+    """Parameters of which only the number of experts is looked at."""
+    import jax
+    import jax.numpy as jnp
+
+    from dsv41_jax.params import Experts
+    from dsv41_jax.presets import TINY
+
+    return jax.tree.map(lambda a: jnp.zeros((args.experts, 1), a.dtype), Experts(TINY, 1))
+
+
+def _mapped(call, mesh, data):
+    """jit of `call(params, *data)` over the mesh; data have a leading axis of launches, rows behind it."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from sharding.mesh import RANKS
+
+    specs = (P(RANKS), *[P(None, RANKS)] * len(data))
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, RANKS), check_vma=False)
+    placed = [jax.device_put(a, NamedSharding(mesh, P(None, RANKS))) for a in data]
+    return jax.jit(mapped), placed
+
+
+def exchange_outputs(exchange, args, mesh, data):
+    """f32[N, R*T, H] of an exchange with the stand-in, over the mesh, or on one device for one of one rank."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    def call(params, x, ids, weights):
+        return jnp.stack([exchange.run_experts(*row, params, stand_in) for row in zip(x, ids, weights, strict=True)])
+
+    if exchange.ranks == 1:
+        return np.asarray(jax.jit(call)(_owned_experts(args), *data))
+    run, placed = _mapped(call, mesh, data)
+    return np.asarray(run(_owned_experts(args), *placed))
+
+
+def compare(args, mesh, names) -> dict:
+    """{exchange: {routing: "equal" or the largest difference}} against BlockedExchange."""
+    import numpy as np
+
+    from bench.compile_report import make_exchange
+    from sharding.exchange import BlockedExchange
+
+    out: dict[str, dict] = {name: {} for name in names}
+    for kind in ("random", "one rank"):
+        data = [a[:2] for a in make_rows(args, kind)]
+        want = exchange_outputs(BlockedExchange(args.ranks), args, mesh, data)
+        for name in names:
+            got = exchange_outputs(make_exchange(name, args.ranks), args, mesh, data)
+            same = np.array_equal(want.view(np.int32), got.view(np.int32))
+            out[name][kind] = "equal" if same else float(np.abs(want - got).max())
+    return out
+
+
+def _timed(body, args, mesh, data, passes: int = 24) -> dict:
+    """Microseconds per call of `body(params, *one launch of data)`: ROTATE inputs in turn, `passes` times per sample."""
+    import jax
+    import jax.numpy as jnp
+
+    def call(params, *data):
+        def once(carry, i):
+            row = [jax.lax.dynamic_index_in_dim(a, i % ROTATE, keepdims=False) for a in data]
+            # one number per result keeps it alive at no cost
+            return carry + body(params, *row).reshape(-1)[0].astype(jnp.float32), None
+
+        total, _ = jax.lax.scan(once, jnp.float32(0), jnp.arange(passes * ROTATE))
+        return total.reshape(1, 1)
+
+    run, placed = _mapped(call, mesh, data)
+    params = _owned_experts(args)
+    jax.block_until_ready(run(params, *placed))
+    samples = []
+    for _ in range(args.repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run(params, *placed))
+        samples.append((time.perf_counter() - began) * 1e6 / (passes * ROTATE))
+    return {"median_us": round(statistics.median(samples), 2), "min_us": round(min(samples), 2)}
+
+
+def _all_kept(y):
+    """A scalar that needs all of y, so that no part of the pass that made it can be dropped."""
+    import jax.numpy as jnp
+
+    return jnp.max(y, keepdims=True)
+
+
+def wire_bytes(name: str, args) -> int:
+    """Bytes one GPU receives per exchange. Both ways move R*T rows (all_to_all: buffers of worst-case size)."""
+    import jax.numpy as jnp
+
+    from sharding.exchange import row_bytes
+
+    there = row_bytes(args.hidden, args.top, jnp.bfloat16)
+    return (args.ranks - 1) * args.rows * (there + 4 * args.hidden)
+
+
+def parts(args, mesh, data) -> dict:
+    """Times of the collectives alone, at the sizes of the gather exchange."""
+    import jax
+    import jax.numpy as jnp
+
+    from sharding.exchange import pack_rows
+    from sharding.mesh import RANKS
+
+    r, t, h = args.ranks, args.rows, args.hidden
+    wide = lambda x: jnp.broadcast_to(x.astype(jnp.float32), (r, t, h))
+    bodies = {
+        "pack": lambda p, x, i, w: _all_kept(pack_rows(x, i, w)),
+        "pack + all_gather u8": lambda p, x, i, w: _all_kept(jax.lax.all_gather(pack_rows(x, i, w), RANKS, tiled=True)),
+        "broadcast to f32 (of the two below)": lambda p, x, i, w: _all_kept(jax.lax.optimization_barrier(wide(x))),
+        "all_to_all f32": lambda p, x, i, w: _all_kept(jax.lax.all_to_all(wide(x), RANKS, 0, 0)),
+        "psum_scatter f32": lambda p, x, i, w: _all_kept(jax.lax.psum_scatter(wide(x).reshape(r * t, h), RANKS, tiled=True)),
+    }
+    return {name: _timed(body, args, mesh, data) for name, body in bodies.items()}
+
+
+def link_gbps(mesh, nbytes: int) -> float:
+    """GB/s one way of a ring shift of `nbytes` per device: the ceiling that shares are of."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from bench.common import time_us
+    from sharding.mesh import RANKS
+
+    ring = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+    body = lambda x: jax.lax.fori_loop(0, 8, lambda i, x: jax.lax.ppermute(x, RANKS, ring), x)
+    shift = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(RANKS), out_specs=P(RANKS), check_vma=False))
+    make = jax.jit(lambda: jnp.ones((mesh.size * nbytes // 4,), jnp.float32), out_shardings=NamedSharding(mesh, P(RANKS)))
+    return 8 * nbytes / statistics.median(time_us(shift, make())) * 1e-3
+
+
+def measure(args, mesh, names) -> dict:
+    """{exchange: times, bytes, shares}, and the collectives alone."""
+    import jax
+
+    from bench.compile_report import make_exchange
+
+    data = make_rows(args)
+    gathered = lambda a: jax.numpy.tile(a, (args.ranks, *[1] * (a.ndim - 1)))
+    # what the stand-in costs on R*T rows without any exchange
+    alone = _timed(lambda p, x, i, w: _all_kept(stand_in(gathered(x), gathered(i), gathered(w), p, 0)), args, mesh, data)
+    ceiling = link_gbps(mesh, 1 << 28 if jax.default_backend() == "gpu" else 1 << 20)
+    kind = jax.devices()[0].device_kind
+    sheet = next((v for k, v in LINK_GBPS.items() if kind.startswith(k)), None)
+    rows = {}
+    for name in names:
+        exchange = make_exchange(name, args.ranks)
+        body = functools.partial(lambda e, p, x, i, w: _all_kept(e.run_experts(x, i, w, p, stand_in)), exchange)
+        t = _timed(body, args, mesh, data)
+        received, exposed = wire_bytes(name, args), t["median_us"] - alone["median_us"]
+        rate = received / t["median_us"] * 1e-3  # of the whole exchange, stand-in included: never flattering
+        rows[name] = {
+            **t,
+            "exposed_us": round(exposed, 2),
+            "bytes_received": received,
+            "gbps": round(rate, 1),
+            "share_of_measured_link": round(rate / ceiling, 3),
+            "share_of_data_sheet": round(rate / sheet, 3) if sheet else None,
+        }
+        print(f"{name:16} {t['median_us']:8.1f} us, exposed {exposed:8.1f} us, {rate:6.1f} GB/s of {ceiling:.0f}", flush=True)
+    return {"stand_in_alone": alone, "link_gbps": round(ceiling, 1), "exchanges": rows, "parts": parts(args, mesh, data)}
+
+
+def check_steps(args, mesh, names) -> dict:
+    """Three MTP steps of a cut `tiny` network over the mesh against one GPU: tokens and accepted counts must be equal.
+
+    The state is random and the same on both; every rank has two requests, of which the last rank's second is padding."""
+    import jax
+    import numpy as np
+
+    from bench.compile_report import make_exchange
+    from bench.presets import cut_layers
+    from bench.synthetic import random_parameters, random_state
+    from dsv41_jax.cache import CacheGeometry, PageTables
+    from dsv41_jax.model import Network
+    from dsv41_jax.params import flat_paths
+    from dsv41_jax.precision import FLOAT32_CACHE
+    from dsv41_jax.presets import TINY
+    from dsv41_jax.sampling import SamplingParams, pack_sampling
+    from dsv41_jax.step import DecodeBatch, Steps
+    from sharding.exchange import BlockedExchange
+    from sharding.rules import global_parameters, state_spec
+    from sharding.step import ShardedSteps
+
+    c, r, b, context, columns = cut_layers(TINY, 6), args.ranks, 2, 40, 4
+    one, all_ = (CacheGeometry(b * n, (1 + b * columns) * n, 16, c.dspark_block_size + 1) for n in (1, r))
+    local = np.arange(1, 1 + b * columns, dtype=np.int32).reshape(b, columns)
+    rank = np.repeat(np.arange(r), b)
+    slots = np.tile(np.arange(b, dtype=np.int32), r)
+    slots[-1] = -1
+    sampling = pack_sampling([SamplingParams(temperature=1.0 * (i % 2), seed=i) for i in range(r * b)], [context] * r * b, 1)
+    batch = DecodeBatch(slots, PageTables.shared(np.tile(local, (r, 1)), c), sampling)
+    through = DecodeBatch(np.where(slots < 0, -1, slots + rank * b).astype(np.int32),
+                          PageTables.shared((np.tile(local, (r, 1)) + (rank * one.pages)[:, None]).astype(np.int32), c), sampling)  # fmt: skip
+    params = random_parameters(c, args.seed)
+    out = {}
+    start = jax.tree.map(np.asarray, random_state(c, all_, context, args.seed))
+    single = Steps(Network(c, all_, FLOAT32_CACHE, exchange=BlockedExchange(r)), params)
+    wanted, state = [], jax.tree.map(jax.numpy.asarray, start)
+    for _ in range(3):
+        state, o = single.decode(state, through)
+        wanted.append(jax.tree.map(np.asarray, o))
+    want_state = jax.tree.map(np.asarray, state)
+    placeholders = global_parameters(c, mesh)
+    pad = lambda a, n: np.concatenate([np.asarray(a), np.zeros((n - a.shape[0], *a.shape[1:]), a.dtype)])
+    leaves = [jax.device_put(pad(a, p.shape[0]), p.sharding)
+              for a, p in zip(flat_paths(params).values(), flat_paths(placeholders).values(), strict=True)]  # fmt: skip
+    spread = jax.tree.unflatten(jax.tree.structure(placeholders), leaves)
+    for name in names:
+        sharded = ShardedSteps(Network(c, one, FLOAT32_CACHE), spread, mesh, exchange=make_exchange(name, r))
+        state = jax.device_put(start, jax.sharding.NamedSharding(mesh, state_spec()))
+        equal, apart = [], 0.0
+        for want in wanted:
+            state, got = sharded.decode(state, batch)
+            equal.append(all(np.array_equal(getattr(want, f), getattr(got, f)) for f in ("tokens", "count", "accepted")))
+            apart = max(apart, float(np.abs(want.confidence - np.asarray(got.confidence)).max()))
+        same = [np.mean(np.asarray(g) == w) for w, g in zip(jax.tree.leaves(want_state), jax.tree.leaves(state), strict=True)]
+        out[name] = {"steps_with_equal_tokens": f"{sum(equal)} of {len(equal)}", "largest_confidence_difference": apart,
+                     "equal_state_values": round(float(min(same)), 6)}  # fmt: skip
+        print(f"step over {r} ranks, {name}: {out[name]}", flush=True)
+    return out
+
+
+def main(argv=None) -> None:
+    args = parse(argv)
+    import jax
+
+    from bench.common import environment, write_json
+    from sharding.mesh import make_mesh
+
+    mesh = make_mesh(args.ranks)
+    names = args.exchanges.split(",")
+    result = {"what": {k: v for k, v in vars(args).items() if k != "out"}, "devices": [d.device_kind for d in jax.devices()],
+              "environment": environment(args.seed)}  # fmt: skip
+    save = lambda: args.out and write_json(args.out, result)
+    result["against_one_device"] = compare(args, mesh, names)
+    print(result["against_one_device"], flush=True)
+    save()
+    result |= measure(args, mesh, names)
+    save()
+    if args.check:
+        result["steps"] = check_steps(args, mesh, names)
+        save()
+    unequal = [n for n, by in result["against_one_device"].items() if n != "reduce_scatter" and set(by.values()) != {"equal"}]
+    unequal += [n for n, r in result.get("steps", {}).items() if r["steps_with_equal_tokens"] != "3 of 3"]
+    if unequal:
+        sys.exit(f"bench.exchange: not equal to one device: {unequal}")
+
+
+if __name__ == "__main__":
+    main()
