@@ -8,7 +8,9 @@ from pallas_kernels.index_score import hopper, reference
 OP = "index_score"
 OP_BLOCKS = "index_score_blocks"
 
-__all__ = ["block_implementations", "explain", "explain_blocks", "implementations", "index_score", "index_score_blocks"]
+__all__ = [
+    "BLOCK_IMPLEMENTATIONS", "IMPLEMENTATIONS", "explain", "explain_blocks", "index_score", "index_score_blocks",
+]  # fmt: skip
 
 
 def _expect(op, condition, what, expected, got):
@@ -45,20 +47,14 @@ def _validate(op, q, head_weights, index_pool, table):
     return rows
 
 
-def implementations():
-    """Implementations of the dense operator, fastest first."""
-    return (
-        registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
-        registry.Implementation("reference", reference.index_score),
-    )
-
-
-def block_implementations():
-    """Implementations of the candidate-only operator, fastest first."""
-    return (
-        registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
-        registry.Implementation("reference", reference.index_score_blocks),
-    )
+IMPLEMENTATIONS = (  # of the dense operator, fastest first
+    registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
+    registry.Implementation("reference", reference.index_score),
+)
+BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
+    registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
+    registry.Implementation("reference", reference.index_score_blocks),
+)
 
 
 def index_score(
@@ -85,7 +81,7 @@ def index_score(
     rows = _validate(OP, q, head_weights, index_pool, table)
     _expect(OP, visible.shape == (rows,), "visible", (rows,), visible.shape)
     args = (q, head_weights, index_pool, table, visible)
-    chosen, _ = registry.resolve(OP, implementations(), impl, arch, *args, fill=fill)
+    chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, fill=fill)
     return chosen.run(*args, fill=fill)
 
 
@@ -113,7 +109,7 @@ def index_score_blocks(
     _expect(OP_BLOCKS, end.shape == (rows,), "end", (rows,), end.shape)
     _expect(OP_BLOCKS, block_size >= 1, "block_size", ">= 1", block_size)
     args = (q, head_weights, index_pool, table, block_ids, end)
-    chosen, _ = registry.resolve(OP_BLOCKS, block_implementations(), impl, arch, *args, block_size=block_size)
+    chosen, _ = registry.resolve(OP_BLOCKS, BLOCK_IMPLEMENTATIONS, impl, arch, *args, block_size=block_size)
     return chosen.run(*args, block_size=block_size)
 
 
@@ -122,13 +118,13 @@ def explain(*args, fill: bool = True, impl: str = "auto", arch: str | None = Non
 
     Returns {"chosen": name, name passed over: reason, ...}.
     """
-    chosen, against = registry.resolve(OP, implementations(), impl, arch, *args, fill=fill)
+    chosen, against = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, fill=fill)
     return {"chosen": chosen.name, **against}
 
 
 def explain_blocks(*args, block_size: int = 8, impl: str = "auto", arch: str | None = None) -> dict[str, str]:
     """`explain` for `index_score_blocks`."""
     chosen, against = registry.resolve(
-        OP_BLOCKS, block_implementations(), impl, arch, *args, block_size=block_size
+        OP_BLOCKS, BLOCK_IMPLEMENTATIONS, impl, arch, *args, block_size=block_size
     )
     return {"chosen": chosen.name, **against}

@@ -53,7 +53,7 @@ def rows_together(span: int) -> tuple[int, int]:
     return (3, 1) if span % 3 == 0 else (1, 1)
 
 
-def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS):
+def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=None):
     """The dense operator (api.py has its contract) for bf16 weights and packed pages."""
     from pallas_kernels.index_score import hopper_kernel
 
@@ -66,7 +66,7 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill=True, progr
         hopper_kernel.dense,
         query_values(q, jnp.bfloat16), head_weights, index_pool, table, visible,
         out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
-        grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90,
+        grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=registers,
         B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, ROWS=together, PER=per, HEADS=heads,
         PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
     )  # fmt: skip

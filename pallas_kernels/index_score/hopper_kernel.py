@@ -11,7 +11,7 @@ Queries: the same per row and head, by one power of two; their factor moves into
 end of the sum. All these powers of two commute with the roundings of the definition.
 
 Between the products and the sum over heads, two heads travel in one register: convert with relu to bf16, multiply by the
-weights in bf16, widen, add in fp32.
+weights in bf16. The fp32 sum is one more product, with a matrix of ones.
 """
 
 from triton.experimental import gluon
@@ -45,41 +45,36 @@ def _add(a, b):
 def _expand(words, low, high):
     """FP4 word, lookup tables (4 + 4 bytes) -> two times four e4m3: channels 0..3 and 4..7 of the word.
 
-    All tensors have the shape of the result; its last axis, the four bytes, repeats the inputs.
+    All tensors have the shape of the result; its last axis, the four bytes, repeats the inputs. The signs come from prmt's
+    mode that spreads a byte's top bit.
     """
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 m, s, y, z;
         and.b32 m, $2, 0x77777777;
-        shr.b32 s, $2, 3;
-        and.b32 s, s, 0x11111111;
+        shl.b32 s, $2, 4;
         prmt.b32 y, $6, $10, m;
-        prmt.b32 z, 0x00008000, 0, s;
-        or.b32 $0, y, z;
+        prmt.b32 z, s, $2, 0xD9C8;
+        lop3.b32 $0, y, z, 0x80808080, 0xF8;
         shr.b32 m, m, 16;
-        shr.b32 s, s, 16;
         prmt.b32 y, $6, $10, m;
-        prmt.b32 z, 0x00008000, 0, s;
-        or.b32 $1, y, z;
+        prmt.b32 z, s, $2, 0xFBEA;
+        lop3.b32 $1, y, z, 0x80808080, 0xF8;
         }""",
         "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [words, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def _weighted_pair(first, second, weights):
-    """f32 products of two heads, i32 pair of bf16 weights -> f32 sum of bf16(w * relu(bf16(product)))."""
+def _terms(products, weights):
+    """f32 products, bf16 weights -> bf16(w * relu(bf16(product))), two heads at a time."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 t;
-        .reg .f32 a, b;
         cvt.rn.relu.bf16x2.f32 t, $2, $1;
-        mul.rn.bf16x2 t, t, $3;
-        shl.b32 a, t, 16;
-        and.b32 b, t, 0xFFFF0000;
-        add.f32 $0, a, b;
+        mul.rn.bf16x2 $0, t, $3;
         }""",
-        "=f,f,f,r", [first, second, weights], dtype=gl.float32, is_pure=True, pack=1,
+        "=r,r,r,r", [products, weights], dtype=gl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -119,8 +114,8 @@ def _decode(words, scales, M: gl.constexpr):
 
 
 @gluon.jit
-def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr):
-    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and i32[N/2] pairs of bf16 weights."""
+def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and their weights bf16[N] along M's columns."""
     QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
     q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
@@ -133,24 +128,38 @@ def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr
     q_high.store(high.reshape([N, 64]))
     w = gl.load(w_ptr + first_row * HEADS + n).to(gl.float32)
     w = w * (gl.maximum(bits - 7, 0) << 23).to(gl.float32, bitcast=True)  # 2**(bits - 127 - 7)
-    w = gl.convert_layout(w.to(gl.bfloat16).to(gl.int16, bitcast=True), gl.BlockedLayout([2], [32], [4], [0]))
-    even, odd = gl.split((w.to(gl.int32) & 0xFFFF).reshape([N // 2, 2]))
-    return even | (odd << 16)
+    return gl.convert_layout(w.to(gl.bfloat16), gl.SliceLayout(0, M))
 
 
 @gluon.jit
-def _score(a, b, factor, q_low, q_high, weights, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
-    """One tile against N / HEADS query rows -> bf16[TILE, N/HEADS]."""
+def _head_sums(ones, HEADS: gl.constexpr, N: gl.constexpr):
+    """Fill ones bf16[8, N]: row r adds up the heads of query row r."""
+    OL: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    r, n = gl.arange(0, 8, gl.SliceLayout(1, OL)), gl.arange(0, N, gl.SliceLayout(0, OL))
+    ones.store(gl.where(gl.expand_dims(r, 1) == gl.expand_dims(n // HEADS, 0), 1.0, 0.0).to(gl.bfloat16))
+
+
+@gluon.jit
+def _products(a, b, q_low, q_high, N: gl.constexpr, M: gl.constexpr):
+    """Start keys x queries, f32[TILE, N], and leave it in flight."""
     acc = gl.zeros([TILE, N], gl.float32, M)
     acc = warpgroup_mma(a, q_low.permute((1, 0)), acc, use_acc=False, is_async=True)
-    acc = warpgroup_mma(b, q_high.permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    even, odd = gl.split(acc.reshape([TILE, N // 2, 2]))
-    weights = gl.expand_dims(gl.convert_layout(weights, gl.SliceLayout(0, even.type.layout)), 0)
-    terms = _weighted_pair(even, odd, weights + gl.full([TILE, N // 2], 0, gl.int32, even.type.layout))
-    score = gl.sum(terms.reshape([TILE, N // HEADS, HEADS // 2]), 2)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, score.type.layout))
-    score = (score * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+    return warpgroup_mma(b, q_high.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _sums(products, weights, ones, factor):
+    """f32[TILE, N] products -> bf16[TILE, 8] scores; column r belongs to query row r, the rest is 0.
+
+    The fp32 sum over heads is a product with ones, so that no thread unpacks or shuffles anything.
+    """
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    terms = _terms(products, gl.expand_dims(weights, 0))
+    terms = gl.convert_layout(terms, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
+    total = gl.zeros([TILE, 8], gl.float32, R)
+    total = warpgroup_mma(terms, ones.permute((1, 0)), total, use_acc=False, is_async=True)
+    total = warpgroup_mma_wait(0, deps=[total])
+    score = (total * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R)), 1)).to(gl.bfloat16)
     return gl.where(score == 0, 0.0, score)
 
 
@@ -176,6 +185,9 @@ def dense(
     q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
     q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
 
+    ones = gl.allocate_shared_memory(gl.bfloat16, [8, N], gl.NVMMASharedLayout(gl.constexpr(min(128, 2 * N)), 16, 2))
+    _head_sums(ones, HEADS, N)
+
     request = gl.arange(0, BP, RL)
     longest = gl.full([BP], 0, gl.int32, RL)
     for s in gl.static_range(ROWS):
@@ -192,14 +204,14 @@ def dense(
         last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
         row = b * S + group
         gl.thread_barrier()  # every warp has finished with the previous request's queries
-        w0 = _prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N)
+        w0 = _prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N, M)
         w1, w2, w3 = w0, w0, w0
         if GROUPS > 1:
-            w1 = _prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N)
+            w1 = _prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N, M)
         if GROUPS > 2:
-            w2 = _prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N)
+            w2 = _prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N, M)
         if GROUPS > 3:
-            w3 = _prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N)
+            w3 = _prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N, M)
         fence_async_shared()
         gl.thread_barrier()
         pages = table_ptr + b * COLUMNS
@@ -214,9 +226,16 @@ def dense(
             inside = (page > 0) & (page < PAGES) & (key >= 0)
             words, scales = _load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
+            ahead = _products(ka, kb, q_low.index(0), q_high.index(0), N, M)
             for g in gl.static_range(GROUPS):
                 w = w0 if g == 0 else (w1 if g == 1 else (w2 if g == 2 else w3))
-                score = _score(ka, kb, factor, q_low.index(g), q_high.index(g), w, HEADS, N, M)
+                now = ahead
+                if g + 1 < GROUPS:
+                    ahead = _products(ka, kb, q_low.index(g + 1), q_high.index(g + 1), N, M)
+                    products = warpgroup_mma_wait(2, deps=[now])
+                else:
+                    products = warpgroup_mma_wait(0, deps=[now])
+                score = _sums(products, w, ones, factor)
                 _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
         at = last
     if FILL:
@@ -235,26 +254,28 @@ def dense(
 def _store_rows(score, visible_ptr, out_ptr, row, column, CAPACITY: gl.constexpr, PER: gl.constexpr):
     LAYOUT: gl.constexpr = score.type.layout
     c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
-    r = row + gl.arange(0, PER, gl.SliceLayout(0, LAYOUT))
-    visible = gl.expand_dims(gl.load(visible_ptr + r), 0)
+    r = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
+    visible = gl.expand_dims(gl.load(visible_ptr + row + r, mask=r < PER, other=0), 0)
     score = gl.where(c < visible, score, float("-inf")).to(gl.bfloat16)
-    gl.store(out_ptr + gl.expand_dims(r.to(gl.int64) * CAPACITY, 0) + c, score, mask=c < CAPACITY)
+    line = out_ptr + row.to(gl.int64) * CAPACITY + column
+    c = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
+    gl.store(line + gl.expand_dims(r * CAPACITY, 0) + c, score, mask=gl.expand_dims(r < PER, 0) & (c >= 0))
 
 
 @gluon.jit
-def _candidate(ids, column, end, BLOCK: gl.constexpr):
-    """Logical positions i32[TILE] of compact columns, -1 beyond the scan length."""
-    c = column + gl.arange(0, TILE, LK)
-    block = gl.load(ids + c // BLOCK, mask=c < end, other=-1)
-    return gl.where(block >= 0, block * BLOCK + c % BLOCK, -1)
+def _candidate(ids, column, KB: gl.constexpr, BLOCK: gl.constexpr):
+    """Logical positions u32[TILE] of compact columns; a negative block becomes a position outside every table."""
+    block = gl.minimum((column.to(gl.uint32) + gl.arange(0, TILE, LK).to(gl.uint32)) // BLOCK, KB - 1)
+    inner = gl.arange(0, TILE, LK).to(gl.uint32) % BLOCK  # a tile starts at the head of a block
+    return gl.load(ids + block).to(gl.uint32) * BLOCK + inner
 
 
 @gluon.jit
 def _page_of(pages, position, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
     """Page ids i32[TILE] of logical positions, 0 where there is none."""
-    inside = (position >= 0) & (position // E < COLUMNS)
-    page = gl.load(pages + position // E, mask=inside, other=0)
-    return gl.where((page > 0) & (page < PAGES), page, 0)
+    column = position // E
+    page = gl.load(pages + column, mask=column < COLUMNS, other=0)
+    return gl.where(page.to(gl.uint32) < PAGES, page, 0)
 
 
 @gluon.jit
@@ -278,27 +299,33 @@ def blocks(
     if first < end:
         q_low = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
         q_high = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
+        ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
+        _head_sums(ones, HEADS, HEADS)
         ids, pages = ids_ptr + t * KB, table_ptr + t // S * COLUMNS
-        position = _candidate(ids, first, end, BLOCK)
+        position = _candidate(ids, first, KB, BLOCK)
         page = _page_of(pages, position, PAGES, E, COLUMNS)
-        ahead = _candidate(ids, first + TILE, end, BLOCK)
-        w = _prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS)
-        words, scales = _load_keys(pool_ptr, page, position % E, page > 0, E)
+        ahead = _candidate(ids, first + TILE, KB, BLOCK)
+        w = _prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS, M)
+        words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
         page = _page_of(pages, ahead, PAGES, E, COLUMNS)
         position = ahead
-        ahead = _candidate(ids, first + 2 * TILE, end, BLOCK)
+        ahead = _candidate(ids, first + 2 * TILE, KB, BLOCK)
         fence_async_shared()
         gl.thread_barrier()
         for column in range(first, live, TILE):
             ka, kb, factor = _decode(words, scales, M)
-            words, scales = _load_keys(pool_ptr, page, position % E, page > 0, E)
+            words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
             page = _page_of(pages, ahead, PAGES, E, COLUMNS)
             position = ahead
-            ahead = _candidate(ids, column + 3 * TILE, end, BLOCK)
-            score = _score(ka, kb, factor, q_low, q_high, w, HEADS, HEADS, M)
-            c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, score.type.layout)), 1)
-            zero = gl.expand_dims(gl.arange(0, 1, gl.SliceLayout(0, score.type.layout)), 0)
-            gl.store(line + c + zero, gl.where(c < end, score, float("-inf")).to(gl.bfloat16), mask=c < stop)
+            ahead = _candidate(ids, column + 3 * TILE, KB, BLOCK)
+            products = _products(ka, kb, q_low, q_high, HEADS, M)
+            products = warpgroup_mma_wait(0, deps=[products])
+            score = _sums(products, w, ones, factor)
+            LAYOUT: gl.constexpr = score.type.layout
+            c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
+            alone = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) == 0, 0)
+            score = gl.where(c < end, score, float("-inf")).to(gl.bfloat16)
+            gl.store(line + c + gl.where(alone, 0, 1), score, mask=(c < stop) & alone)
         done = first + (live - first + TILE - 1) // TILE * TILE
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     lane = gl.arange(0, 1024, LANES)

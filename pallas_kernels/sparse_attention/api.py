@@ -8,7 +8,7 @@ from pallas_kernels.sparse_attention.reference import attend
 
 OP = "sparse_attention"
 
-__all__ = ["attend", "explain", "implementations", "sparse_attention"]
+__all__ = ["IMPLEMENTATIONS", "attend", "explain", "sparse_attention"]
 
 
 def _expect(condition, what, expected, got):
@@ -43,12 +43,10 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
         _expect(bound is None or bound.shape == (batch, span), name, (batch, span), getattr(bound, "shape", None))
 
 
-def implementations():
-    """The operator's implementations, fastest first."""
-    return (
-        registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
-        registry.Implementation("reference", reference.sparse_attention),
-    )
+IMPLEMENTATIONS = (  # fastest first
+    registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+    registry.Implementation("reference", reference.sparse_attention),
+)
 
 
 def sparse_attention(
@@ -87,7 +85,7 @@ def sparse_attention(
               (window_start, window_end))  # fmt: skip
     args = (q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin)
     options = dict(window=window, scale=scale, window_start=window_start, window_end=window_end)
-    chosen, _ = registry.resolve(OP, implementations(), impl, arch, *args, **options)
+    chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, **options)
     return chosen.run(*args, **options)
 
 
@@ -96,5 +94,5 @@ def explain(*args, impl: str = "auto", arch: str | None = None, **options) -> di
 
     Returns {"chosen": name, name passed over: reason, ...}.
     """
-    chosen, against = registry.resolve(OP, implementations(), impl, arch, *args, **options)
+    chosen, against = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, **options)
     return {"chosen": chosen.name, **against}

@@ -26,6 +26,10 @@ class Spec:
     sparsity: float = 0.0  # share of selected slots that are -1
 
     @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+    @property
     def rows(self) -> int:
         return self.batch * self.span
 
@@ -84,7 +88,7 @@ class Spec:
     @property
     def options(self) -> dict:
         """The static keyword arguments of `sparse_attention`."""
-        return dict(window=self.window, scale=self.dim**-0.5)
+        return dict(window=self.window, scale=self.scale)
 
 
 def _bf16(x):
@@ -115,7 +119,7 @@ M384_SWA = Spec("m384_swa", 64, 6, 64, 512, 128, 0, 133, 128, 32768)
 
 CPU_SPECS = (TINY, TINY_SWA)
 GPU_SPECS = (SMALL, SHORT, M384_SWA, M384)
-BENCH_SPECS = (M384, M384_R2, M384_SWA)
+BENCH_SPECS = SPECS = (M384, M384_R2, M384_SWA)
 
 
 def deviceless_case(name: str):
