@@ -7,7 +7,7 @@ import re
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s8": 8, "u8": 8, "f8e4m3fn": 8, "f8e8m0fnu": 8, "s16": 16, "u16": 16,
               "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64}  # fmt: skip
 _ARRAY = re.compile(r"\b(" + "|".join(sorted(_ITEM_BITS, key=len, reverse=True)) + r")\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{$", re.M)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][a-z0-9\-]*)\((.*)$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"(?:body|to_apply|calls|called_computations=\{)[=%]*%?([\w.\-]+)")

@@ -125,7 +125,7 @@ def test_golden_logits(mesh):
         return Chunk(tokens, one(0), one(48 if live else 0), one(0 if live else -1), table)
 
     state = init_sharded_state(c, g, FLOAT32, mesh)
-    state, logits, features = steps.forward(state, stack_ranks([chunk(r) for r in range(R)]))
+    state, logits, _ = steps.forward(state, stack_ranks([chunk(r) for r in range(R)]))
     want = golden("float32")["logits"]
     np.testing.assert_allclose(np.asarray(logits)[:3], want, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(np.asarray(logits)[:3].argmax(-1), want.argmax(-1))
