@@ -10,10 +10,12 @@ atomics on one address are combined by the hardware.
 
 import typing
 
-PLUS_INF, LAST_FINITE_BEFORE, MINUS_INF, WORST = 0x007F, 0x0080, 0xFF80, 0xFFFF
+PLUS_INF, MINUS_INF, WORST = 0x007F, 0xFF80, 0xFFFF
+MINUS_INF_PAIR = 0xFF80FF80  # two scores of -inf; also two such ranks
 FINE_BITS = 5
 BUCKETS = 1 << (16 - FINE_BITS)
 FINE = 1 << FINE_BITS
+_OUTER = 4  # buckets at either end that can hold a NaN or an infinity
 
 
 class Space(typing.NamedTuple):
@@ -22,26 +24,28 @@ class Space(typing.NamedTuple):
     buckets: tuple
     fine: tuple
     sums: tuple
-    cell: tuple  # the bucket, and how many ranks are wanted out of it
+    cell: tuple  # the bucket, how many ranks are wanted out of it, whether an outermost bucket is in use
 
 
 def per_thread(threads: int) -> int:
-    """Buckets each thread scans: an even number, so that it reads pairs."""
-    return -(-BUCKETS // (2 * threads)) * 2
+    """Buckets each thread scans, so that it reads pairs and the outermost lie with the first and the last thread."""
+    if threads & (threads - 1) or not 128 <= threads <= BUCKETS // _OUTER:
+        raise ValueError(f"radix: expected a power of two of threads in 128..{BUCKETS // _OUTER}, got {threads}")
+    return BUCKETS // threads
 
 
 def shared_words(threads: int) -> int:
-    return per_thread(threads) * threads + FINE + threads // 32 + 2
+    return per_thread(threads) * threads + FINE + threads // 32 + 3
 
 
 def allocate(m) -> Space:
     """Take the shared arrays and clear them; a barrier must follow."""
     buckets = m.shared(per_thread(m.threads) * m.threads)
-    space = Space(buckets, m.shared(FINE), m.shared(m.warps), m.shared(2))
+    space = Space(buckets, m.shared(FINE), m.shared(m.warps), m.shared(3))
     for i in range(per_thread(m.threads)):
         m.put(space.buckets, m.tid + i * m.threads, 0)
     m.put(space.fine, m.tid, 0, where=m.tid < FINE)
-    m.put(space.cell, m.tid, 0, where=m.tid < 2)
+    m.put(space.cell, m.tid, 0, where=m.tid < 3)
     return space
 
 
@@ -56,12 +60,13 @@ def halves(pair):
     return pair & 0xFFFF, pair >> 16
 
 
-def find_cut(m, space: Space, each_pair, k: int):
+def find_cut(m, space: Space, each_pair, k: int, on_outer=None):
     """The k-th best rank.
 
-    each_pair(visit): calls visit(word) for every pair of ranks of the thread.
-    Returns (cut, places): the k-th best rank and how many of the ranks equal to it belong to the k best. With fewer
-    than k ranks in the block both are 0. Uniform over the block. Follows a barrier, holds four.
+    each_pair(visit): calls visit(word) for every pair of ranks of the thread. on_outer(): run, before the last barrier,
+    only if some rank lies near or beyond the infinities; finite scores of ordinary size never pay for the check.
+    Returns (cut, places, outer): the k-th best rank, how many of the ranks equal to it belong to the k best, and
+    whether on_outer ran. With fewer than k ranks in the block the first two are 0. Follows a barrier, holds four.
     """
 
     def count_buckets(pair):
@@ -80,8 +85,12 @@ def find_cut(m, space: Space, each_pair, k: int):
         m.add(space.fine, rest & (FINE - 1), 1, where=(rest & (0xFFFF - FINE + 1)).equals(0))
         m.add(space.fine, (rest >> 16) & (FINE - 1), 1, where=rest.below(FINE << 16))
 
+    outer = m.get(space.cell, 2).differs(0)
     with m.when(wanted > 0):
         each_pair(count_fine)
+    if on_outer:
+        with m.when(outer):
+            on_outer()
     m.barrier()
     count = m.get(space.fine, m.lane)
     running = m.scan_warp(count)
@@ -89,7 +98,7 @@ def find_cut(m, space: Space, each_pair, k: int):
     at = reached.differs(0).pick(reached.lowest_bit(), 0)
     before = m.shuffle(running - count, at)
     found = wanted > 0
-    return found.pick((bucket << FINE_BITS) | at, 0), found.pick(wanted - before, 0)
+    return found.pick((bucket << FINE_BITS) | at, 0), found.pick(wanted - before, 0), outer
 
 
 def _find_bucket(m, space: Space, k: int):
@@ -101,6 +110,11 @@ def _find_bucket(m, space: Space, k: int):
     total = counts[0]
     for c in counts[1:]:
         total = total + c
+    first, last = counts[0], counts[-1]
+    for low, high in zip(counts[1:_OUTER], counts[-_OUTER:-1], strict=True):
+        first, last = first + low, last + high
+    outermost = (m.tid.equals(0) & (first > 0)) | (m.tid.equals(m.threads - 1) & (last > 0))
+    m.set_bits(space.cell, 2, 1, where=outermost)
     running, _ = m.scan_block(total, space.sums)
     for i, c in enumerate(counts):
         after = running + c

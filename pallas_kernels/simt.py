@@ -99,6 +99,10 @@ class Word:
         """Unsigned maximum of each 16-bit half."""
         return self._op("umax2", o)
 
+    def shift_in_sign(self, o):
+        """One bit to the left, the sign of `o` coming in."""
+        return self._op("signin", o)
+
     def ones(self):
         """Number of set bits."""
         return Word(self.m, self.m.popcount(self.x))
@@ -214,6 +218,7 @@ class Emulator(Algorithms):
             "shr": lambda: (ua >> ub).view(np.int32),
             "smin": lambda: np.minimum(a, b),
             "smax": lambda: np.maximum(a, b),
+            "signin": lambda: ((ua << np.uint32(1)) | (ub >> np.uint32(31))).view(np.int32),
         }[name]()
 
     def compare(self, name, a, b):
@@ -255,22 +260,26 @@ class Emulator(Algorithms):
                 body(self.word(i))
 
     def fold(self, count, start, body):
-        """carry = body(i, carry) for i = 0 .. count-1, from `start`; returns the last carry."""
+        """carry = body(i, carry) for i = 0 .. count-1, from `start`; returns the last carry. A thread's own count."""
         for i in range(int(np.max(count.x))):
             live = Flag(self, i < count.x)
             with self.when(live):
                 start = live.pick(body(self.word(i), start), start)
         return start
 
-    def each_bit(self, bits, body):
-        """body(index of a set bit, the bits still to come), lowest first, each thread for itself."""
+    def each_bit(self, bits, start, body):
+        """carry = body(index, carry) over the set bits, lowest first, each thread for itself."""
         while True:
             live = Flag(self, bits.x != 0)
             if not (live.x & self._mask).any():
                 return
             with self.when(live):
-                body(live.pick(bits.lowest_bit(), 0))
+                start = live.pick(body(live.pick(bits.lowest_bit(), 0), start), start)
             bits = live.pick(bits & (bits - 1), 0)
+
+    def amend(self, flag, words, change):
+        """The words change() returns where `flag` holds, `words` elsewhere; skipped where the block agrees it is not."""
+        return [flag.pick(a, b) for a, b in zip(change(), words, strict=True)]
 
     def barrier(self):
         assert self._mask.any(axis=1).all() and (self._mask == self._mask[:, :1]).all(), "barrier in divergent code"
@@ -296,7 +305,7 @@ class Emulator(Algorithms):
         assert (at % count == 0).all(), "misaligned vector load"
         out = []
         for i in range(count):
-            value = np.full(active.shape, other, np.int32)
+            value = np.full(active.shape, np.uint32(other & 0xFFFFFFFF).view(np.int32), np.int32)
             value[active] = array.ref[at + i]
             out.append(Word(self, value))
         return out

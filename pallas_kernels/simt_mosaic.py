@@ -20,6 +20,10 @@ def _i32():
     return ir.IntegerType.get_signless(32)
 
 
+def _shift_in_sign(a, b):
+    return utils.inline_ptx("shf.l.wrap.b32 $0, $2, $1, 1;", a, b, result_types=_i32())
+
+
 class Machine(simt.Algorithms):
     """See `simt.Emulator` for what each method means; here each one emits code."""
 
@@ -52,7 +56,7 @@ class Machine(simt.Algorithms):
             return llvm.bitcast(_i32(), op(llvm.bitcast(pair, a), llvm.bitcast(pair, b)))
         return {
             "add": arith.addi, "sub": arith.subi, "mul": arith.muli, "and": arith.andi, "or": arith.ori,
-            "xor": arith.xori, "shl": arith.shli, "shr": arith.shrui, "smin": arith.minsi, "smax": arith.maxsi,
+            "xor": arith.xori, "signin": _shift_in_sign, "shl": arith.shli, "shr": arith.shrui, "smin": arith.minsi, "smax": arith.maxsi,
         }[name](a, b)  # fmt: skip
 
     def compare(self, name, a, b):
@@ -95,16 +99,23 @@ class Machine(simt.Algorithms):
             scf.yield_([body(Word(self, op.induction_variable), Word(self, op.inner_iter_args[0])).x])
         return Word(self, op.results[0])
 
-    def each_bit(self, bits, body):
-        i32 = _i32()
-        op = scf.WhileOp([i32], [bits.x])
-        before, after = op.before.blocks.append(i32), op.after.blocks.append(i32)
+    def each_bit(self, bits, start, body):
+        types = [_i32(), _i32()]
+        op = scf.WhileOp(types, [bits.x, start.x])
+        before, after = op.before.blocks.append(*types), op.after.blocks.append(*types)
         with ir.InsertionPoint(before):
-            scf.condition(Word(self, before.arguments[0]).differs(0).x, [before.arguments[0]])
+            scf.condition(Word(self, before.arguments[0]).differs(0).x, list(before.arguments))
         with ir.InsertionPoint(after):
-            left = Word(self, after.arguments[0])
-            body(left.lowest_bit())
-            scf.yield_([(left & (left - 1)).x])
+            left, carry = (Word(self, x) for x in after.arguments)
+            carry = body(left.lowest_bit(), carry)
+            scf.yield_([(left & (left - 1)).x, carry.x])
+
+    def amend(self, flag, words, change):
+        op = scf.IfOp(flag.x, [_i32()] * len(words), has_else=True)
+        for block, branch in ((op.then_block, change), (op.else_block, lambda: words)):
+            with ir.InsertionPoint(block):
+                scf.yield_([w.x for w in branch()])
+        return [Word(self, r) for r in op.results]
 
     def barrier(self):
         """The threads of one row meet; named barriers from the top, away from those Mosaic takes from the bottom."""
@@ -136,7 +147,7 @@ class Machine(simt.Algorithms):
         args, guard, setup = [address], "", ""
         if where is not None:  # one predicated load, so that several stay in flight
             args.append(self._flag_word(where))
-            fill = " ".join(f"mov.b32 {n}, {other};" for n in names)
+            fill = " ".join(f"mov.b32 {n}, {other & 0xFFFFFFFF};" for n in names)
             setup, guard = f".reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {fill} ", "@p "
         text = f"{{ {setup}{guard}ld.global.nc.{kind} {target}, [${count} + {4 * offset}]; }}"
         return [Word(self, x) for x in utils.inline_ptx(text, *args, result_types=[_i32()] * count)]

@@ -14,10 +14,6 @@ from pallas_kernels.candidate_blocks.specs import SPECS
 from tests import bits, deviceless
 
 ROWS = 4
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
 
 
 def oracle(scores, visible, k_blocks, block_size=8):
@@ -136,7 +132,7 @@ def test_compiles(target, record_property):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 class TestCompiled:
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_specs(self, spec):
         args, kwargs = spec.make_inputs(seed=12)
@@ -149,7 +145,7 @@ class TestCompiled:
 
 @pytest.mark.parametrize("width", [8, 520, 4104, 16384])
 class TestCompiledBits:
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_bit_patterns(self, width):
         rng = np.random.default_rng(width)

@@ -15,10 +15,6 @@ from tests import bits, deviceless
 
 ROWS = 4
 VERSIONS = {"radix_select": radix_select, "radix_wide": radix_wide}
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
 
 
 def oracle(scores, end, k, block_ids=None, causal=None):
@@ -193,7 +189,7 @@ def run_on_gpu(version, args, k, kwargs):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 class TestCompiled:
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     def test_specs(self, spec, version):
         args, kwargs = spec.make_inputs(seed=11)
@@ -206,7 +202,7 @@ class TestCompiled:
 
 @pytest.mark.parametrize("version", VERSIONS)
 class TestCompiledBits:
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("width", [520, 4104, 16384])
     def test_bit_patterns(self, version, width):

@@ -14,10 +14,6 @@ from pallas_kernels.sparse_plan.specs import SPECS
 from tests import deviceless
 
 ROWS = 5
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
 
 
 def oracle(ids, visible, valid, key_count, k, block_size):
@@ -143,7 +139,7 @@ def test_compiles(target, record_property):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 class TestCompiled:
-    pytestmark = on_gpu
+    pytestmark = pytest.mark.gpu
 
     @pytest.mark.parametrize("with_valid", [False, True])
     def test_specs(self, spec, with_valid):

@@ -51,7 +51,7 @@ def kernel(shape: Shape, m, logits, visible, ids, count, *flags):
         for pair in pairs:
             visit(pair)
 
-    cut, places = radix.find_cut(m, space, each_pair, min(shape.k_blocks, shape.blocks))
+    cut, places, _ = radix.find_cut(m, space, each_pair, min(shape.k_blocks, shape.blocks))
     hidden = cut.equals(_NAN) | cut.equals(radix.MINUS_INF) | cut.equals(radix.WORST)
     _publish(shape, m, pairs, first, cut, hidden.pick(0, places), sums, (ids, count, *flags))
 

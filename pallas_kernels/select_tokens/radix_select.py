@@ -1,9 +1,9 @@
 """select_tokens for Hopper and Blackwell: one block of threads per row, two-pass radix selection (`pallas_kernels.radix`).
 
-The row is read once and stays in registers as packed 16-bit ranks. A warp owns consecutive columns, so that output
-positions in column order need one prefix sum per eight columns and warp. Selected columns are few: each thread turns
-its eight ranks into bit masks and visits only the set bits. The row's k columns gather in shared memory and leave in
-one coalesced store, after the optional mapping to logical positions (sparse rows) and to physical slots.
+The row is read once and stays in registers as packed 16-bit ranks, in chunks of 32 columns a thread. A warp owns
+consecutive chunks, so that output positions in column order need one prefix sum per chunk. Selected columns are few:
+each thread turns a chunk into two 32-bit masks and visits only the set bits. The row's k columns gather in shared memory
+and leave in one coalesced store, after the optional mapping to logical positions (sparse rows) and to physical slots.
 """
 
 import dataclasses
@@ -12,12 +12,13 @@ from .. import radix, simt
 from ..codecs import cdiv
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-MAX_VECTORS = 8  # 8-column vectors a thread keeps: 32 registers
+CHUNK = 32  # consecutive columns of a thread: four 16-byte loads, one bit each in a mask
+STEP = 32 * CHUNK  # columns of a warp's chunk
+MAX_CHUNKS = 2  # that a thread keeps: 32 registers
 MAX_K = 4096
 THREADS = 256
 _SMS, _ROWS_PER_SM = 132, 3  # 3 x 256 threads leave 80 registers each: 384 rows in one wave of 128 blocks
-_COLUMNS = 8  # in a 16-byte load
-_STEP = 32 * _COLUMNS  # columns of one load of a warp
+_COLUMNS = 8  # of a 16-byte load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Shape:
     entries: int = 0
 
     @property
-    def vectors(self) -> int:
-        return cdiv(self.width, _COLUMNS * self.threads)
+    def chunks(self) -> int:
+        return cdiv(self.width, CHUNK * self.threads)
 
     @property
     def shared_words(self) -> int:
@@ -68,9 +69,8 @@ def begin(shape: Shape, m, refs: Refs):
 def settle(m, refs: Refs, cut, places):
     """A row with a NaN selects nothing, and of an infinite cut nothing is kept."""
     dead = m.get(refs.poison, 0).differs(0)
-    cut = dead.pick(0, cut)
     nothing = cut.equals(radix.PLUS_INF) | cut.equals(radix.MINUS_INF) | dead
-    return cut, nothing.pick(0, places)
+    return dead.pick(0, cut), nothing.pick(0, places)
 
 
 def finish(shape: Shape, m, refs: Refs):
@@ -84,112 +84,130 @@ def finish(shape: Shape, m, refs: Refs):
 def kernel(shape: Shape, m, *arrays):
     refs = Refs(shape, m, *arrays)
     scan = begin(shape, m, refs)
-    ranks, column, left, nan = _load_ranks(shape, m, refs.logits, scan)
+    column, left = warp_share(m, scan)
+    loaded = [load_chunk(shape, m, refs.logits, column, left, c) for c in range(shape.chunks)]
     m.trigger_dependents()
+    chunks = [ranks_of(m, words, left - c * STEP, scan) for c, words in enumerate(loaded)]
     m.barrier()
-    m.set_bits(refs.poison, 0, 1, where=nan)
 
     def each_pair(visit):
-        for v, words in enumerate(ranks):
-            with m.when(left > v * _STEP):
-                for word in words:
-                    visit(m.opaque(word))
+        for c, words in enumerate(chunks):
+            visit_chunk(m, words, left - c * STEP, visit)
 
-    cut, places = settle(m, refs, *radix.find_cut(m, refs.space, each_pair, shape.k))
-    _emit(m, ranks, column, cut, places, refs.chosen, refs.sums)
+    def check():
+        for words in chunks:
+            mark_nan(m, refs, words)
+
+    cut, places, outer = radix.find_cut(m, refs.space, each_pair, shape.k, check)
+    cut, places = settle(m, refs, cut, places)
+    _emit(m, refs, chunks, column, cut, places, outer)
     m.barrier()
     finish(shape, m, refs)
 
 
-def _load_ranks(shape: Shape, m, logits, scan):
-    """Read columns [0, scan), per thread `vectors` times eight, 256 columns apart.
-
-    Returns per vector four words of rank pairs (columns out of the warp's share get the worst rank), the thread's first
-    column, how many columns lie from there to the end of the share, and whether the thread saw a NaN inside."""
-    first, left = warp_share(m, scan)
-    start = m.row * (shape.width // 2) + first * 4
-    loaded, ranks, highest = [], [], m.word(0)
-    for v in range(shape.vectors):
-        loaded.append(m.load_many(logits, start, 4, where=left > v * _STEP, offset=128 * v))
-    for v, words in enumerate(loaded):
-        out, highest = ranks_of(m, words, left - v * _STEP, highest)
-        ranks.append(out)
-    return ranks, first * _COLUMNS, left, has_nan(highest)
-
-
 def warp_share(m, scan):
-    """Deal columns [0, scan) to the warps in order, in equal numbers of 256-column steps.
+    """Deal columns [0, scan) to the warps in order, in equal numbers of chunks.
 
-    Returns the thread's first vector and the number of columns from its start to the end of the warp's share.
+    Returns the thread's first column and how many columns there are from it to the end of the warp's share; its chunk c
+    starts c * STEP columns further.
     """
-    steps = (scan + (m.threads * _COLUMNS - 1)) >> (m.threads * _COLUMNS).bit_length() - 1
-    first = m.warp * (steps << 5) + m.lane
-    return first, scan.minimum((m.warp + 1) * (steps * _STEP)) - first * _COLUMNS
+    steps = (scan + (m.threads * CHUNK - 1)) >> ((m.threads * CHUNK).bit_length() - 1)
+    first = m.warp * (steps * STEP) + m.lane * CHUNK
+    return first, scan.minimum((m.warp + 1) * (steps * STEP)) - first
 
 
-def ranks_of(m, words, left, highest):
-    """Four words of scores, of which the first `left` count -> (their rank pairs, highest magnitude seen so far)."""
-    out = []
-    for i, word in enumerate(words):
-        outside = (left > 2 * i + 1).pick(0, (left > 2 * i).pick(0xFFFF0000, -1))
-        highest = highest.half_max(word & 0x7FFF7FFF & (outside ^ -1))
-        out.append(radix.rank_pair(word) | outside)
-    return out, highest
+def load_chunk(shape: Shape, m, logits, column, left, c):
+    """Sixteen words of scores from `column` + c * STEP (c a Python number); -inf where nothing is left."""
+    start, words = m.row * (shape.width // 2) + (column >> 1), []
+    for v in range(CHUNK // _COLUMNS):
+        at = c * STEP + v * _COLUMNS
+        words += m.load_many(logits, start, 4, where=left > at, other=radix.MINUS_INF_PAIR, offset=at // 2)
+    return words
 
 
-def has_nan(highest):
-    low, high = radix.halves(highest)
-    return (low > 0x7F80) | (high > 0x7F80)
+def ranks_of(m, words, left, scan):
+    """Words of scores, of which the first `left` count -> rank pairs. Only a scan that ends inside a load is masked."""
+
+    def mask():
+        out = []
+        for i, word in enumerate(words):
+            end = left - 2 * i
+            one = (word & 0xFFFF) | (radix.MINUS_INF << 16)
+            out.append((end > 1).pick(word, (end > 0).pick(one, radix.MINUS_INF_PAIR)))
+        return out
+
+    return [radix.rank_pair(w) for w in m.amend((scan & (_COLUMNS - 1)).differs(0), words, mask)]
 
 
-def masks(m, words, cut):
-    """Eight ranks -> bits 0..7: better than the cut and finite; bits 16..23: equal to the cut."""
-    zero = radix.LAST_FINITE_BEFORE << 16
-    bar = (cut << 16) - zero
-    mask = m.word(0)
-    for i, word in enumerate(words):
-        for j, aligned in enumerate((word << 16, word & 0xFFFF0000)):
-            bit = 1 << (2 * i + j)
-            # Shifting the origin to the first finite rank sends the infinity and NaN ranks to the far end.
-            better = (aligned - zero).below(bar) & (cut > radix.PLUS_INF)
-            equal = aligned.equals(cut << 16)
-            mask = mask | better.pick(bit, equal.pick(bit << 16, 0))
-    return mask
+def visit_chunk(m, words, left, visit):
+    """visit(word) for the rank pairs of the loads in which any column is left."""
+    for v in range(CHUNK // _COLUMNS):
+        with m.when(left > v * _COLUMNS):
+            for word in words[4 * v : 4 * v + 4]:
+                visit(m.opaque(word))
 
 
-def _emit(m, ranks, column, cut, places, chosen, sums):
+def mark_nan(m, refs: Refs, words):
+    nan = m.word(0)
+    for word in words:
+        for rank in radix.halves(word):
+            nan = nan | ((rank < radix.PLUS_INF) | (rank > radix.MINUS_INF)).pick(1, 0)
+    m.set_bits(refs.poison, 0, 1, where=nan.differs(0))
+
+
+def masks(m, words, cut, outer):
+    """32 ranks -> (bits of those better than the cut and finite, bits of those equal to it)."""
+
+    def hide_infinity():
+        hidden = []
+        for word in words:
+            low, high = radix.halves(word)
+            low = low.equals(radix.PLUS_INF).pick(radix.MINUS_INF, low)
+            hidden.append(low | (high.equals(radix.PLUS_INF).pick(radix.MINUS_INF, high) << 16))
+        return hidden
+
+    better, within = m.word(0), m.word(0)
+    for word in reversed(m.amend(outer, words, hide_infinity)):
+        for rank in reversed(radix.halves(m.opaque(word))):
+            better = better.shift_in_sign(rank - cut)
+            within = within.shift_in_sign(rank - (cut + 1))
+    return better, within ^ better
+
+
+def counts(better, equal):
+    """How many are better than the cut, and in the upper half how many equal it."""
+    return better.ones() | (equal.ones() << 16)
+
+
+def place(m, better, equal, before, column, places, chosen):
+    """Put the selected columns of a chunk into `chosen`; `before` counts those in front of it, as `counts`."""
+    better_before, ties_before = before & 0xFFFF, before >> 16
+    room, ties = places - ties_before, equal.ones()
+    # The one chunk in which the places run out loses its last ties.
+    partly = (room > 0) & (room < ties)
+    rest = m.fold(partly.pick(room, 0), equal, lambda _, bits: bits & (bits - 1))
+    kept = better | (room >= ties).pick(equal, partly.pick(equal ^ rest, 0))
+
+    def visit(bit, at):
+        m.put(chosen, at, column + bit)
+        return at + 1
+
+    m.each_bit(kept, better_before + ties_before.minimum(places), visit)
+
+
+def _emit(m, refs: Refs, chunks, column, cut, places, outer):
     """Put the selected columns into `chosen` at their ranks in column order. Holds one barrier."""
-    all_masks, before, total = [], [], m.word(0)
-    for words in ranks:
-        mask = masks(m, [m.opaque(w) for w in words], cut)
-        count = counts(mask)
+    found, before, total = [], [], m.word(0)
+    for words in chunks:
+        better, equal = masks(m, words, cut, outer)
+        count = counts(better, equal)
         running = m.scan_warp(count)
-        all_masks.append(mask)
+        found.append((better, equal))
         before.append(total + running - count)
         total = total + m.shuffle(running, 31)
-    warp_before, _ = m.scan_warps(total, sums)
-    for v, (mask, start) in enumerate(zip(all_masks, before, strict=True)):
-        place(m, mask, start + warp_before, column + v * _STEP, places, chosen)
-
-
-def counts(mask):
-    """Bit masks -> how many are better than the cut, and in the upper half how many equal it."""
-    return (mask & 0xFF).ones() | ((mask >> 16).ones() << 16)
-
-
-def place(m, mask, before, column, places, chosen):
-    """Put the selected ones of eight columns into `chosen`; `before` counts those in front of them, as `counts`."""
-    better_before, ties_before = before & 0xFFFF, before >> 16
-    better, equal = mask & 0xFF, mask >> 16
-
-    def visit(bit):
-        lower = (m.word(1) << bit) - 1
-        ties = ties_before + (equal & lower).ones()
-        keep = ((better >> bit) & 1).differs(0) | (ties < places)
-        m.put(chosen, better_before + (better & lower).ones() + ties.minimum(places), column + bit, where=keep)
-
-    # Ties past the last place need no visit.
-    m.each_bit(better | (ties_before < places).pick(equal, 0), visit)
+    warp_before, _ = m.scan_warps(total, refs.sums)
+    for c, ((better, equal), start) in enumerate(zip(found, before, strict=True)):
+        place(m, better, equal, start + warp_before, column + c * STEP, places, refs.chosen)
 
 
 def _write_dense(shape: Shape, m, refs: Refs):
@@ -258,8 +276,8 @@ def refuses_any(logits, k, block_ids, block_size, slot_map) -> str | None:
 
 def refuses(logits, end, *, k, block_ids=None, causal=None, block_size=8, slot_map=None) -> str | None:
     """Why these arguments are not for this kernel, or None."""
-    if Shape(logits.shape[1], k, THREADS).vectors > MAX_VECTORS:
-        return f"width {logits.shape[1]} does not fit in registers (at most {THREADS * _COLUMNS * MAX_VECTORS} columns)"
+    if Shape(logits.shape[1], k, THREADS).chunks > MAX_CHUNKS:
+        return f"width {logits.shape[1]} does not fit in registers (at most {THREADS * CHUNK * MAX_CHUNKS} columns)"
     return refuses_any(logits, k, block_ids, block_size, slot_map)
 
 

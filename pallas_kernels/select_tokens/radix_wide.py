@@ -8,12 +8,11 @@ import dataclasses
 
 from .. import radix
 from . import radix_select
-from .radix_select import Refs, Shape, counts, masks, place, ranks_of
+from .radix_select import CHUNK, STEP, Refs, Shape, counts, masks
 
 ARCHES = radix_select.ARCHES
 THREADS = 256
-KEPT = 16  # vectors of a thread that stay in shared memory: 64 KiB a row at 256 threads, three rows on an SM
-_STEP, _COLUMNS, _UNROLL = 256, 8, 4
+KEPT = 4  # chunks of a thread that stay in shared memory: 64 KiB a row at 256 threads, three rows on an SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,107 +22,104 @@ class _Row:
     shape: Shape
     m: object
     logits: object
-    kept: tuple  # shared array: KEPT vectors of 4 words per thread
-    first: object  # its first vector
+    kept: tuple  # shared array: KEPT chunks of 16 words per thread
+    scan: object  # live columns of the row
+    column: object  # the thread's first
     left: object  # columns from there to the end of the warp's share
-    rounds: object  # loops of _UNROLL vectors that cover the share
+    steps: object  # chunks that cover the share
 
-    def slot(self, i):
-        return (i * self.m.threads + self.m.tid) * 4
+    def slot(self, c, v):
+        return ((c * 4 + v) * self.m.threads + self.m.tid) * 4
 
-    def read(self, i, highest):
-        """Vector i from global memory -> (rank pairs, highest magnitude so far)."""
-        left = self.left - i * _STEP
-        start = self.m.row * (self.shape.width // 2) + (self.first + (i << 5)) * 4
-        return ranks_of(self.m, self.m.load_many(self.logits, start, 4, where=left > 0), left, highest)
+    def kept_words(self, c):
+        return [w for v in range(4) for w in self.m.get_many(self.kept, self.slot(c, v), 4)]
 
-    def inside(self, i):
-        return self.left > i * _STEP
+    def read(self, c):
+        """Rank pairs of chunk c from global memory."""
+        at = self.column + c * STEP
+        left = self.left - c * STEP
+        words = radix_select.load_chunk(self.shape, self.m, self.logits, at, left, 0)
+        return radix_select.ranks_of(self.m, words, left, self.scan)
 
     def fold(self, carry, kept, beyond):
-        """Carry a word through kept(i, carry) for the vectors in shared memory, then beyond(i, carry) for the rest."""
-        m, near = self.m, KEPT // _UNROLL
-
-        def unrolled(body, base):
-            def step(g, carry):
-                for u in range(_UNROLL):
-                    carry = body((g + base) * _UNROLL + u, carry)
-                return carry
-
-            return step
-
-        carry = m.fold(self.rounds.minimum(near), carry, unrolled(kept, 0))
-        if self.shape.vectors > KEPT:
-            carry = m.fold((self.rounds - near).maximum(0), carry, unrolled(beyond, near))
+        """Carry a word through kept(c, carry) for the chunks in shared memory, then beyond(c, carry) for the rest."""
+        m = self.m
+        carry = m.fold(self.steps.minimum(KEPT), carry, kept)
+        if self.shape.chunks > KEPT:
+            carry = m.fold((self.steps - KEPT).maximum(0), carry, lambda c, x: beyond(c + KEPT, x))
         return carry
 
-    def each_pair(self, visit):
-        """visit(word) for every pair of ranks."""
-        m = self.m
+    def each(self, visit):
+        """visit(c, rank pairs) for every chunk."""
 
-        def visit_all(i, words):
-            with m.when(self.inside(i)):
-                for word in words:
-                    visit(word)
+        def with_words(words_of):
+            def body(c, carry):
+                visit(c, words_of(c))
+                return carry
 
-        def kept(i, carry):
-            visit_all(i, m.get_many(self.kept, self.slot(i), 4))
-            return carry
+            return body
 
-        def beyond(i, carry):
-            visit_all(i, self.read(i, m.word(0))[0])
-            return carry
-
-        self.fold(m.word(0), kept, beyond)
+        self.fold(self.m.word(0), with_words(self.kept_words), with_words(self.read))
 
 
 def kernel(shape: Shape, m, *arrays):
-    kept = m.shared(4 * KEPT * m.threads)
+    kept = m.shared(4 * 4 * KEPT * m.threads)
     refs = Refs(shape, m, *arrays)
     scan = radix_select.begin(shape, m, refs)
-    first, left = radix_select.warp_share(m, scan)
-    per_round = m.threads * _COLUMNS * _UNROLL
-    rounds = (scan + (per_round - 1)) >> (per_round.bit_length() - 1)
-    row = _Row(shape, m, refs.logits, kept, first, left, rounds)
+    column, left = radix_select.warp_share(m, scan)
+    steps = (scan + (m.threads * CHUNK - 1)) >> ((m.threads * CHUNK).bit_length() - 1)
+    row = _Row(shape, m, refs.logits, kept, scan, column, left, steps)
 
-    def keep(i, highest):
-        words, highest = row.read(i, highest)
-        m.put_many(kept, row.slot(i), words)
-        return highest
+    def keep(c, carry):
+        words = row.read(c)
+        for v in range(4):
+            m.put_many(kept, row.slot(c, v), words[4 * v : 4 * v + 4])
+        return carry
 
-    highest = row.fold(m.word(0), keep, lambda i, highest: row.read(i, highest)[1])
+    row.fold(m.word(0), keep, lambda c, carry: carry)
     m.trigger_dependents()
     m.barrier()
-    m.set_bits(refs.poison, 0, 1, where=radix_select.has_nan(highest))
-    cut, places = radix_select.settle(m, refs, *radix.find_cut(m, refs.space, row.each_pair, shape.k))
-    _emit(row, cut, places, refs)
+
+    def each_pair(visit):
+        row.each(lambda c, words: radix_select.visit_chunk(m, words, left - c * STEP, visit))
+
+    def check():
+        row.each(lambda c, words: radix_select.mark_nan(m, refs, words))
+
+    cut, places, outer = radix.find_cut(m, refs.space, each_pair, shape.k, check)
+    cut, places = radix_select.settle(m, refs, cut, places)
+    _emit(row, cut, places, outer, refs)
     m.barrier()
     radix_select.finish(shape, m, refs)
 
 
-def _emit(row: _Row, cut, places, refs: Refs):
-    """Put the selected columns into `refs.chosen`. The masks of kept vectors replace their ranks. Holds one barrier."""
+def _emit(row: _Row, cut, places, outer, refs: Refs):
+    """Put the selected columns into `refs.chosen`. The masks of kept chunks replace their ranks. Holds one barrier."""
     m = row.m
 
-    def reread(i):
-        return masks(m, row.read(i, m.word(0))[0], cut)
+    def count_kept(c, total):
+        better, equal = masks(m, row.kept_words(c), cut, outer)
+        m.put(row.kept, row.slot(c, 0), better)
+        m.put(row.kept, row.slot(c, 1), equal)
+        return total + counts(better, equal)
 
-    def count_kept(i, total):
-        mask = masks(m, m.get_many(row.kept, row.slot(i), 4), cut)
-        m.put(row.kept, row.slot(i), mask)
-        return total + counts(mask)
+    def reread(c):
+        return masks(m, row.read(c), cut, outer)
 
-    total = m.scan_warp(row.fold(m.word(0), count_kept, lambda i, total: total + counts(reread(i))))
+    total = m.scan_warp(row.fold(m.word(0), count_kept, lambda c, total: total + counts(*reread(c))))
     before, _ = m.scan_warps(m.shuffle(total, 31), refs.sums)
 
-    def emit(i, mask, before):
-        count = counts(mask)
+    def emit(c, found, before):
+        count = counts(*found)
         running = m.scan_warp(count)
-        column = (row.first + (i << 5)) * _COLUMNS
-        place(m, mask, before + running - count, column, places, refs.chosen)
+        column = row.column + c * STEP
+        radix_select.place(m, *found, before + running - count, column, places, refs.chosen)
         return before + m.shuffle(running, 31)
 
-    row.fold(before, lambda i, b: emit(i, m.get(row.kept, row.slot(i)), b), lambda i, b: emit(i, reread(i), b))
+    def emit_kept(c, before):
+        return emit(c, (m.get(row.kept, row.slot(c, 0)), m.get(row.kept, row.slot(c, 1))), before)
+
+    row.fold(before, emit_kept, lambda c, before: emit(c, reread(c), before))
 
 
 def refuses(logits, end, *, k, block_ids=None, causal=None, block_size=8, slot_map=None) -> str | None:
@@ -136,7 +132,7 @@ def refuses(logits, end, *, k, block_ids=None, causal=None, block_size=8, slot_m
 def prepare(logits, end, *, k, block_ids=None, causal=None, block_size=8, slot_map=None, threads=THREADS, groups=None):
     """(kernel, inputs, outputs, launch arguments) for `simt_mosaic.launch` or `simt.emulate`."""
     shape = radix_select.shape_of(logits, k, block_ids, slot_map, threads)
-    launch = {"threads": threads, "shared_words": shape.shared_words + 4 * KEPT * threads}
+    launch = {"threads": threads, "shared_words": shape.shared_words + 16 * KEPT * threads}
     rest = radix_select.arguments(logits, end, shape, block_ids, causal, slot_map, groups, launch)
     return (lambda m, *refs: kernel(shape, m, *refs)), *rest
 
