@@ -156,6 +156,8 @@ def main(argv=None) -> None:
     print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
     smallest = smallest_us()
     print(f"shortest kernel {smallest:.2f} us", flush=True)
+    path = options.out or common.RESULTS / f"operators_{head['device'].lower().replace(' ', '_')}.json"
+    head |= {"peaks": dataclasses.asdict(peaks), "shortest_kernel_us": round(smallest, 3)}
     records = []
     for operator in OPERATORS:
         if options.operators and operator.name not in options.operators:
@@ -164,8 +166,7 @@ def main(argv=None) -> None:
             wanted = not options.spec or any(s in spec.name for s in options.spec)
             if wanted and spec.rows >= options.min_rows:
                 records += measure(operator, spec, peaks)
-    path = options.out or common.RESULTS / f"operators_{head['device'].lower().replace(' ', '_')}.json"
-    common.write_json(path, {**head, "peaks": dataclasses.asdict(peaks), "shortest_kernel_us": round(smallest, 3), "results": records})
+                common.write_json(path, {**head, "results": records})  # a run cut short keeps what it has
     print(f"wrote {path}")
 
 
