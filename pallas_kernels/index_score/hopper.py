@@ -7,7 +7,8 @@ from pallas_kernels import codecs, gluon_call
 from pallas_kernels.index_score.reference import geometry, query_values
 
 TILE = 64  # keys a tile of the kernels
-PROGRAMS = 4 * 132  # what an H100 or H200 holds at once: 4 of the dense kernel's programs on each multiprocessor
+PROGRAMS = 3 * 132  # what an H100 or H200 holds at once: 3 of the dense kernel's programs on each multiprocessor
+REGISTERS = 168  # a thread of the dense kernel; more would leave room for 2 programs only
 
 
 def _common_refusal(q, head_weights, index_pool):
@@ -53,7 +54,7 @@ def rows_together(span: int) -> tuple[int, int]:
     return (3, 1) if span % 3 == 0 else (1, 1)
 
 
-def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=None):
+def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS):
     """The dense operator (api.py has its contract) for bf16 weights and packed pages."""
     from pallas_kernels.index_score import hopper_kernel
 
@@ -72,7 +73,7 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill=True, progr
     )  # fmt: skip
 
 
-def index_score_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048):
+def index_score_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None):
     """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages."""
     from pallas_kernels.index_score import hopper_kernel
 
@@ -84,7 +85,7 @@ def index_score_blocks(q, head_weights, index_pool, table, block_ids, end, *, bl
         hopper_kernel.blocks,
         query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end,
         out_shape=jax.ShapeDtypeStruct((rows, blocks * block_size), jnp.bfloat16),
-        grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), warps=4, compute_capability=90,
+        grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), warps=4, compute_capability=90, maxnreg=registers,
         S=rows // batch, HEADS=heads, KB=blocks, BLOCK=block_size, CHUNK=chunk,
         PAGES=pages, E=entries, COLUMNS=columns,
     )  # fmt: skip

@@ -190,7 +190,11 @@ def _attend_tile(
     peak = gl.maximum(m, gl.max(s, 1))
     p = gl.exp2(s - gl.expand_dims(peak, 1))
     shrink = gl.exp2(m - peak)
-    total = total * shrink + gl.sum(p, 1)
+    # a thread's own columns only; warps and lanes are added up once, at the end
+    part = gl.sum(gl.sum(p.reshape([N, 2, 4, 4, 2]), 4), 2)
+    PART: gl.constexpr = part.type.layout
+    shrunk = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(2, PART)))
+    total = total * gl.expand_dims(gl.expand_dims(shrunk, 1), 2) + part
     p_smem.store(p.to(gl.bfloat16))
     shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, A)), 1)
     fence_async_shared()
@@ -205,7 +209,7 @@ def _attend_tile(
 
 @gluon.jit
 def _attend(
-    t, valid, first, end, ring_tiles, chosen, pick_tiles, q_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+    t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     qe, qo, ke, ko, p_smem, ready, free,
     scale_log2: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, ENTRIES: gl.constexpr,
     K: gl.constexpr,
@@ -214,16 +218,12 @@ def _attend(
     H: gl.constexpr = D // 2
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
-    QL: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
-    head, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, H, gl.SliceLayout(0, QL))
-    at = gl.expand_dims((t * N + head) * H, 1) + gl.expand_dims(channel, 0)
-    q = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + at)
     qe.store((q & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
     qo.store(((q >> 16) & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
     fence_async_shared()
     gl.thread_barrier()
     m = gl.full([N], -1e30, gl.float32, gl.SliceLayout(1, SL))
-    total = gl.full([N], 0.0, gl.float32, gl.SliceLayout(1, SL))
+    total = gl.sum(gl.sum(gl.full([N, TILE], 0.0, gl.float32, SL).reshape([N, 2, 4, 4, 2]), 4), 2)
     acc_e = gl.zeros([N, H], gl.float32, A)
     acc_o = gl.zeros([N, H], gl.float32, A)
     column = gl.arange(0, TILE, gl.SliceLayout(0, SL))
@@ -238,6 +238,7 @@ def _attend(
         )
     head = gl.arange(0, N, gl.SliceLayout(1, SL))
     sink = gl.load(sink_ptr + head) * LOG2E
+    total = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), gl.SliceLayout(1, SL))
     inverse = gl.where(total > 0, SHIFT / (total + gl.exp2(sink - m)), 0.0)
     inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, A)), 1)
     re = (acc_e * inverse).to(gl.bfloat16).to(gl.float32)
@@ -266,6 +267,10 @@ def attention(
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)  # the same bytes in 32-bit elements, for the decoder
     gdc_wait()
     t = gl.program_id(0)
+    QL: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
+    head, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, H, gl.SliceLayout(0, QL))
+    at = gl.expand_dims((t * N + head) * H, 1) + gl.expand_dims(channel, 0)
+    q = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + at)
     slot = gl.load(slots_ptr + t // S)
     position = gl.load(pos_ptr + t)
     valid = (position >= 0) & (slot >= 0) & (slot < N_SLOTS)
@@ -297,7 +302,7 @@ def attention(
             (
                 _attend,
                 (
-                    t, valid, first, end, ring_tiles, chosen, pick_tiles, q_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
                     qe, qo, ke, ko, p_smem, ready, free, scale_log2, N, D, PAIRS, ENTRIES, K,
                 ),
             ),

@@ -1,0 +1,32 @@
+"""The Hopper kernels of sparse attention and the index scores, compiled for sm_90a without a GPU."""
+
+import importlib.util
+
+import pytest
+
+from tests import deviceless
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing())),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
+# entry point: (factory, case, most registers a thread, bytes allowed to spill). The attention kernel's two roles share
+# one allocation of 168 registers; a few address registers go to the stack there, and in the dense scorer, which is held
+# to 168 so that three programs fit a multiprocessor.
+CASES = {
+    "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
+    "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 64),
+    "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 96, 0),
+}
+
+
+@pytest.mark.parametrize("entry", CASES)
+def test_kernel_uses_wgmma_and_waits_for_its_predecessor(entry):
+    factory, case, registers, spill = CASES[entry]
+    compiled = deviceless.compile_for("sm_90a", factory, case)
+    kernel = compiled.matching(entry)
+    assert [k.name for k in kernel.kernels] == [entry]
+    assert "wgmma.mma_async" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+    assert kernel.registers <= registers and kernel.spill_bytes <= spill, kernel.kernels
+    assert "copy(" not in compiled.hlo, "no pool may be copied on its way to the kernel"
