@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax import dspark, model, speculative
+from dsv41_jax import checks, dspark, model, speculative
 from dsv41_jax.cache import PageTables, State
 from dsv41_jax.model import Network
 from dsv41_jax.params import Transformer
@@ -191,7 +191,8 @@ class Steps:
         self._leaves = leaves
 
     def decode(self, state: State, batch: DecodeBatch) -> tuple[State, StepOutput]:
-        """`mtp_step`, compiled; `state` is donated."""
+        """`mtp_step`, compiled; `state` is donated. Raises ValueError for shapes that do not fit, before anything runs."""
+        self._check_decode(batch)
         return self._mtp(self._leaves, state, batch)
 
     def lower_decode(self, state: State, batch: DecodeBatch):
@@ -199,18 +200,25 @@ class Steps:
         return self._mtp.lower(self._leaves, state, batch)
 
     def prefill(self, state: State, batch: PrefillBatch) -> tuple[State, StepOutput]:
-        """`prefill_step`, compiled; `state` is donated. Raises ValueError for more rows than the geometry's span."""
-        self._check_span(batch.chunk)
+        """`prefill_step`, compiled; `state` is donated. Raises ValueError for shapes that do not fit, before anything runs."""
+        checks.check_chunk(batch.chunk, self.net.config, self.net.geometry)
+        rows = batch.chunk.tokens.shape[0]
+        checks.check_sampling(batch.sampling, rows)
+        checks.check_array(batch.last, "last", (rows,), bool)
+        checks.check_array(batch.next_token, "next_token", (rows,), jnp.int32)
         return self._prefill(self._leaves, state, batch)
 
     def forward(self, state: State, chunk: Chunk, dump: bool = False):
-        """Teacher-forced chunk: (State, logits f32[B, S, V], Features), registers advanced; `state` is donated."""
-        self._check_span(chunk)
+        """Teacher-forced chunk: (State, logits f32[B, S, V], Features), registers advanced; `state` is donated. Raises
+        ValueError for shapes that do not fit, before anything runs."""
+        checks.check_chunk(chunk, self.net.config, self.net.geometry)
         return (self._forward_dump if dump else self._forward)(self._leaves, state, chunk)
 
-    def _check_span(self, chunk: Chunk):
-        if chunk.tokens.shape[1] > self.net.geometry.span:
-            raise ValueError(f"chunk: expected at most span = {self.net.geometry.span} rows, got {chunk.tokens.shape[1]}")
+    def _check_decode(self, batch: DecodeBatch) -> None:
+        rows = batch.slots.shape[0] if getattr(batch.slots, "ndim", None) == 1 else 0
+        checks.check_array(batch.slots, "slots", (rows,), jnp.int32)
+        checks.check_tables(batch.tables, self.net.config, self.net.geometry, rows)
+        checks.check_sampling(batch.sampling, rows)
 
 
 def _forward_logits(params, state, chunk: Chunk, net: Network, dump: bool):
