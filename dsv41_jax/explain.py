@@ -12,6 +12,7 @@ from pallas_kernels.experts import api as experts
 from pallas_kernels.index_score import api as index_score
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
+from pallas_kernels.sinkhorn import api as sinkhorn
 from pallas_kernels.sparse_attention import api as sparse_attention
 
 
@@ -60,6 +61,8 @@ def explain_operators(
             block_size=c.candidate_block_size, arch=arch),
         "select_tokens": lambda: select_tokens.explain(
             _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k=c.index_topk, arch=arch),
+        "sinkhorn": lambda: sinkhorn.explain(
+            _f32(shapes.rows, c.hc_mult, c.hc_mult), iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, arch=arch),
         "sparse_attention": lambda: sparse_attention.explain(
             *shapes.attention(), window=c.sliding_window, scale=c.head_dim**-0.5, window_start=None, window_end=None,
             arch=arch),

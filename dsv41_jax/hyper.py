@@ -6,16 +6,18 @@ import jax.numpy as jnp
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import HIGHEST
 from dsv41_jax.params import HyperSite
+from pallas_kernels.sinkhorn.api import sinkhorn
 
 
 def mixes(
     streams,  # dtype[T, M, H]
     site: HyperSite,
     c: ModelConfig,
+    impl: str = "auto",
 ):
     """Coefficients of one sublayer from the streams at its input.
 
-    Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
+    impl: the implementation of `sinkhorn`. Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
     """
     m = c.hc_mult
     v = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
@@ -25,23 +27,7 @@ def mixes(
     pre = jax.nn.sigmoid(y[:, :m] * scale[0] + base[:m]) + c.hc_eps
     post = 2 * jax.nn.sigmoid(y[:, m : 2 * m] * scale[1] + base[m : 2 * m])
     comb = (y[:, 2 * m :] * scale[2] + base[2 * m :]).reshape(-1, m, m)
-    return pre, post, sinkhorn(comb, c.hc_sinkhorn_iters, c.hc_eps)
-
-
-def sinkhorn(
-    logits,  # f32[T, M, M]
-    iterations: int,
-    eps: float,
-):
-    """f32[T, M, M]: row softmax, then alternating normalisations; the last one is over columns."""
-    x = jax.nn.softmax(logits, -1) + eps
-    x = x / (x.sum(-2, keepdims=True) + eps)
-
-    def once(_, x):
-        x = x / (x.sum(-1, keepdims=True) + eps)
-        return x / (x.sum(-2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iterations - 1, once, x)
+    return pre, post, sinkhorn(comb, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, impl=impl)
 
 
 def collapse(

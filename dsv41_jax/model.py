@@ -49,13 +49,14 @@ def sublayer(
     site,
     norm,  # bf16[H]
     run,  # dtype[T, H] -> dtype[T, H]
-    c: ModelConfig,
+    net: Network,
 ):
     """One mHC sublayer: collapse with the PREVIOUS `pre`, norm, run, expand with this site's post and comb.
 
     Returns (streams, this site's pre, the sublayer output y)."""
     with jax.named_scope("hyper_mixes"):
-        next_pre, post, comb = hyper.mixes(streams, site, c)
+        c = net.config
+        next_pre, post, comb = hyper.mixes(streams, site, c, net.options.impl("sinkhorn"))
         u = rms_norm(hyper.collapse(streams, pre), norm, c.rms_norm_eps)
     y = run(u)
     with jax.named_scope("hyper_expand"):
@@ -74,14 +75,14 @@ def block(
 ):
     """Attention sublayer, then MoE sublayer. Returns (streams, pre)."""
     c = net.config
-    streams, pre, y = sublayer(streams, pre, params.hc_attn, params.attn_norm[...], attend, c)
+    streams, pre, y = sublayer(streams, pre, params.hc_attn, params.attn_norm[...], attend, net)
     if taps is not None:
         taps[f"attn_out_{name}"] = y
 
     def run_moe(u):
         return moe(u, params.ffn, experts_per_token, net.exchange, c, net.precision, net.options, taps, name)
 
-    streams, pre, y = sublayer(streams, pre, params.hc_ffn, params.ffn_norm[...], run_moe, c)
+    streams, pre, y = sublayer(streams, pre, params.hc_ffn, params.ffn_norm[...], run_moe, net)
     if taps is not None:
         taps[f"ffn_out_{name}"] = y
     return streams, pre

@@ -1,0 +1,15 @@
+"""What the Sinkhorn normalisation is, in plain jnp (spec/model.md section 3)."""
+
+import jax
+
+
+def sinkhorn(logits, *, iterations: int, eps: float):
+    """See `api.sinkhorn`."""
+    x = jax.nn.softmax(logits, -1) + eps
+    x = x / (x.sum(-2, keepdims=True) + eps)
+
+    def once(_, x):
+        x = x / (x.sum(-1, keepdims=True) + eps)
+        return x / (x.sum(-2, keepdims=True) + eps)
+
+    return jax.lax.fori_loop(0, iterations - 1, once, x)
