@@ -51,6 +51,13 @@ def decode_options(args):
     return DecodeOptions(default, tuple((op, name) for op, name in pairs), args.fake_balance)
 
 
+def takes_shuffled_experts(options) -> bool:
+    """Whether the routed experts' implementation on this device wants their weights shuffled."""
+    from pallas_kernels import registry
+
+    return options.impl("experts") == "hopper" or (options.impl("experts"), registry.current_arch()) == ("auto", "sm_90")
+
+
 class CompileWatch:
     """Counts XLA compilations of this process and the seconds spent in them."""
 
@@ -151,7 +158,9 @@ class Bench:
         columns = -(-w.capacity // w.page_tokens)
         self.geometry = CacheGeometry(w.batch, 1 + w.batch * columns, w.page_tokens, span=args.gamma + 1)
         start = time.perf_counter()
-        params = synthetic.random_parameters(w.config, args.seed)
+        options = decode_options(args)
+        self.shuffled = takes_shuffled_experts(options)
+        params = synthetic.random_parameters(w.config, args.seed, self.shuffled)
         self.state = synthetic.random_state(w.config, self.geometry, w.context, args.seed)
         jax.block_until_ready((params, self.state))
         self.made_s = time.perf_counter() - start
@@ -160,8 +169,10 @@ class Bench:
         slots = np.random.default_rng(args.seed).permutation(w.batch).astype(np.int32)
         self.batch = jax.device_put(DecodeBatch(slots, PageTables.shared(jax.device_put(table), w.config), sampling))
         self.start_registers = {k: np.asarray(getattr(self.state, k)) for k in ("length", "anchor", "history")}
-        net = Network(w.config, self.geometry, RELEASED, decode_options(args))
-        self.steps = Steps(net, params, args.gamma)
+        self.net = Network(w.config, self.geometry, RELEASED, options)
+        self.experts = params.layers[0].ffn.experts
+        self.steps = Steps(self.net, params, args.gamma)
+        print(f"weights and state made in {self.made_s:.1f} s", flush=True)
         self.compiled, self.compile_s = self._compile()
         self.hlo = self.compiled.as_text()
 
@@ -169,6 +180,7 @@ class Bench:
         start = time.perf_counter()
         lowered = self.steps.lower_decode(self.state, self.batch)
         traced = time.perf_counter()
+        print(f"traced in {traced - start:.1f} s", flush=True)
         compiled = lowered.compile()
         return compiled, {"trace": round(traced - start, 2), "xla": round(time.perf_counter() - traced, 2)}
 
@@ -245,6 +257,8 @@ def protocol(bench: Bench) -> dict:
     args, w = bench.args, bench.workload
     options = decode_options(args)
     explained = explain_operators(w.config, options, batch=w.batch, context=w.capacity)
+    if options.impl("experts") == "auto":  # asked about the weights as they are held
+        explained["experts"] = _explain_experts(bench)
     return {
         "preset": w.name,
         "layers": [s.kind for s in w.config.layers],
@@ -262,10 +276,25 @@ def protocol(bench: Bench) -> dict:
         "measured_rounds": args.rounds,
         "acceptance": "forced",
         "fake_balance_expert": int(args.fake_balance),
+        "expert_weight_order": "shuffled at load" if bench.shuffled else "checkpoint",
         "implementations": {op: why["chosen"] for op, why in explained.items()},
         "passed_over": {op: {k: v for k, v in why.items() if k != "chosen"} for op, why in explained.items()},
         "notes": list(w.notes),
     }
+
+
+def _explain_experts(bench: Bench) -> dict[str, str]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.experts import api
+
+    c, e = bench.workload.config, bench.experts
+    rows, k = bench.workload.batch * (bench.args.gamma + 1), c.num_experts_per_tok
+    shape = jax.ShapeDtypeStruct
+    weights = (shape(a[...].shape, a[...].dtype) for a in (e.w13, e.s13, e.w2, e.s2))
+    return api.explain(shape((rows, c.hidden_size), jnp.bfloat16), shape((rows, k), jnp.int32),
+                       shape((rows, k), jnp.float32), *weights, swiglu_limit=c.swiglu_limit)  # fmt: skip
 
 
 def profile(bench: Bench, folder: str, count: int = 4) -> None:
@@ -285,7 +314,7 @@ def main(argv=None) -> dict:
     peaks = common.measure_peaks()
     print(f"copy {peaks.copy_gbps:.0f} GB/s, bf16 {peaks.bf16_tflops:.0f}, fp8 {peaks.fp8_tflops:.0f} TFLOP/s", flush=True)
     bench = Bench(args, watch)
-    print(f"made in {bench.made_s:.1f} s, compiled in {bench.compile_s}", flush=True)
+    print(f"compiled: {bench.compile_s}", flush=True)
     if args.hlo:
         with open(args.hlo, "w") as f:
             f.write(bench.hlo)

@@ -87,9 +87,34 @@ def _make(seed, *, shape, dtype, kind, arguments):
         return uniform(shape, seed, *arguments).astype(dtype)
     if kind == "below":
         return (_hash(shape, seed) % jnp.uint32(arguments[0])).astype(dtype)
+    if kind == "words":
+        return jax.lax.bitcast_convert_type(_hash(shape, seed), jnp.int32)
+    if kind == "row scales":
+        return _shuffled_scales(shape, seed, *arguments)
     if kind == "fp8":
         return jax.lax.bitcast_convert_type(fp8_bytes(shape, seed), jnp.float8_e4m3fn)
     return byte_range(shape, seed, *arguments)
+
+
+def _shuffled_scales(shape, seed, low: int):
+    """i32[E, blocks, n + 2, 128] scales in the order of experts.shuffle_weights: exponents low + 1 .. low + 3 of n words of
+    four, then the rows' factors."""
+    words = _hash((*shape[:2], shape[2] - 2, shape[3]), seed)
+    levels = sum(((words >> (8 * i)) % 3 + 2) << (8 * i) for i in range(4))
+    factor = codecs.e8m0_to_f32(jnp.full((*shape[:2], 2, shape[3]), low, jnp.uint8)) * 32.0
+    bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.concatenate([bits(levels), bits(factor)], 2)
+
+
+def _shuffled_shapes(c: ModelConfig, local: int) -> dict:
+    """Expert tensors in the order of experts.shuffle_weights: {name: (shape, inputs of its matrix)}."""
+    h, f = c.hidden_size, c.moe_intermediate_size
+    return {
+        "w13": ((local, f // 32, h // 128, 8, 128), h),
+        "s13": ((local, f // 32, h // 256 + 2, 128), h),
+        "w2": ((local, h // 64, f // 128, 8, 128), f),
+        "s2": ((local, h // 64, f // 256 + 2, 128), f),
+    }
 
 
 def _recipe(path: str, leaf, inputs: int, c: ModelConfig):
@@ -122,15 +147,25 @@ def _matrix_inputs(path: str, leaves: dict) -> int:
     return (weight if weight is not None else leaves[path]).shape[-1]
 
 
-def random_parameters(c: ModelConfig, seed: int = 0) -> Transformer:
-    """A Transformer of one rank (its config's experts are all local) with every leaf filled on the default device."""
+def random_parameters(c: ModelConfig, seed: int = 0, shuffled: bool = False) -> Transformer:
+    """A Transformer of one rank (its config's experts are all local) with every leaf filled on the default device.
+
+    shuffled: routed experts in the order of experts.shuffle_weights, which the Hopper kernel takes."""
     module = Transformer(c)
     leaves = flat_paths(module)
     made = []
     for path, leaf in leaves.items():
-        kind, arguments = _recipe(path, leaf, _matrix_inputs(path, leaves), c)
         leaf_seed = jnp.uint32(zlib.crc32(f"{seed}.{path}".encode()))
-        made.append(_make(leaf_seed, shape=leaf.shape, dtype=leaf.dtype, kind=kind, arguments=arguments))
+        name = path.rpartition(".")[2]
+        if shuffled and ".experts." in path:
+            shape, inputs = _shuffled_shapes(c, leaf.shape[0])[name]
+            low = _scale_byte(inputs, "f4") - 2
+            kind, arguments = ("words", ()) if name in ("w13", "w2") else ("row scales", (low,))
+            dtype = jnp.dtype(jnp.int32)
+        else:
+            shape, dtype = leaf.shape, leaf.dtype
+            kind, arguments = _recipe(path, leaf, _matrix_inputs(path, leaves), c)
+        made.append(_make(leaf_seed, shape=shape, dtype=dtype, kind=kind, arguments=arguments))
     return jax.tree.unflatten(jax.tree.structure(module), made)
 
 

@@ -1,0 +1,183 @@
+"""Where a decode step's time goes: attention by layer class, and everything else, from a profiler trace of the real step.
+
+    python -m bench.decode --preset flash-rank --profile DIR --hlo step.hlo --out decode.json
+    python -m bench.layers --trace DIR --hlo step.hlo --decode decode.json --out bench/results/layers.json
+
+Every kernel of the trace is looked up in the compiled step's HLO, whose instructions carry the model's named scopes. The
+attention interval of a layer is the reference's: after the input mHC and norm, to the end of the output projection
+(spec/decode.md section 5). What no kernel covers is the gap; parts and gap add up to the traced step, and the traced step
+is compared with the one measured without a profiler.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+
+# the reference system's attention interval on B300, us (spec/decode.md section 5, "optimised")
+REFERENCE_B300_US = {"SWA": 99.29, "FULL2": 292.24, "FULL1": 360.80, "REINDEX": 187.66, "REUSE": 128.06}
+
+_ATTENTION = ("front_projection", "window_store", "global_producer", "qb", "indexer", "sparse_attention", "output_projection")
+# (part, pattern of the scope), first match wins
+_PARTS = (
+    ("draft commit", r"/draft_commit(/|$)"),
+    ("draft lm_head", r"/draft_propose/lm_head(/|$)"),
+    ("Markov head", r"/markov(/|$)"),
+    ("draft experts", r"/draft_stage\d+/experts(/|$)"),
+    ("draft, the rest", r"/draft_propose(/|$)"),
+    *((f"attention: {scope}", rf"/layer\d+_\w+/{scope}(/|$)") for scope in _ATTENTION),
+    ("mHC mixes", r"/layer\d+_\w+/hyper_mixes(/|$)"),
+    ("mHC expand", r"/layer\d+_\w+/hyper_expand(/|$)"),
+    ("router", r"/layer\d+_\w+/router(/|$)"),
+    ("experts", r"/layer\d+_\w+/experts(/|$)"),
+    ("shared expert", r"/layer\d+_\w+/shared_expert(/|$)"),
+    ("engram", r"/layer\d+_\w+/engram(/|$)"),
+    ("layers, the rest", r"/layer\d+_\w+(/|$)"),
+    ("lm_head", r"/lm_head(/|$)"),
+    ("verify", r"/verify(/|$)"),
+    ("embed", r"/embed(/|$)"),
+    ("final norm", r"/final_norm(/|$)"),
+)  # fmt: skip
+_LAYER = re.compile(r"/layer(\d+)_(\w+?)/(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One kernel of a trace: the HLO instruction it came from ("" if the profiler does not say), start and duration in ns."""
+
+    op: str
+    name: str
+    start: float
+    duration: float
+
+
+def part_of(scope: str) -> str:
+    """The part of the step that a scope belongs to; "unattributed" where XLA kept no scope."""
+    return next((part for part, pattern in _PARTS if re.search(pattern, "/" + scope)), "unattributed")
+
+
+def scopes_of(hlo: str) -> dict[str, str]:
+    """{instruction name: jax's name stack} of a compiled module."""
+    from bench.hlo_report import computations
+
+    _, comps = computations(hlo)
+    return {op.name: op.scope for ops in comps.values() for op in ops}
+
+
+def read_trace(folder, module: str = "jit_bound") -> list[Event]:
+    """Kernels of the newest trace below `folder` on the first GPU, by start, those of other modules left out.
+
+    Raises FileNotFoundError without a trace."""
+    import jax
+
+    found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+    if not found:
+        raise FileNotFoundError(f"{folder}: no *.xplane.pb below it")
+    events = []
+    for plane in jax.profiler.ProfileData.from_file(str(found[-1])).planes:
+        if "GPU:0" not in plane.name:
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for e in line.events:
+                stats = dict(e.stats)
+                if str(stats.get("hlo_module", module)).startswith(module):
+                    events.append(Event(str(stats.get("hlo_op", "")), e.name, e.start_ns, e.duration_ns))
+    return sorted(events, key=lambda e: e.start)
+
+
+def busy_ns(events: Iterable[Event]) -> float:
+    """Time that at least one kernel covers."""
+    total, end = 0.0, float("-inf")
+    for e in events:
+        stop = e.start + e.duration
+        if stop > end:
+            total += stop - max(e.start, end)
+            end = stop
+    return total
+
+
+def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
+    """Parts of one step in us, kernels per step, attention by layer class; parts are scaled where kernels overlap."""
+    span = (max(e.start + e.duration for e in events) - events[0].start) / steps / 1e3
+    busy, summed = busy_ns(events) / steps / 1e3, sum(e.duration for e in events) / steps / 1e3
+    share = busy / summed  # kernels of two streams side by side count once
+    parts, kernels, layers = defaultdict(float), defaultdict(int), defaultdict(float)
+    for e in events:
+        scope = scopes.get(e.op, "")
+        part = part_of(scope)
+        parts[part] += e.duration * share / steps / 1e3
+        kernels[part] += 1
+        layer = _LAYER.search("/" + scope)
+        if layer and layer.group(3) in _ATTENTION:
+            layers[int(layer.group(1)), layer.group(2)] += e.duration * share / steps / 1e3
+    parts["gaps"] = span - busy
+    return {
+        "step_us": round(span, 2),
+        "busy_us": round(busy, 2),
+        "parts_us": {k: round(v, 2) for k, v in sorted(parts.items(), key=lambda kv: -kv[1])},
+        "kernels": {k: round(n / steps, 1) for k, n in sorted(kernels.items(), key=lambda kv: -kv[1])},
+        "attention": attention_classes(layers),
+    }
+
+
+def attention_classes(layers: dict[tuple[int, str], float]) -> dict:
+    """Mean attention interval by class beside the reference's B300 figure, and the mean over all layers.
+
+    layers: {(layer, class): us of one step}."""
+    by_class = defaultdict(list)
+    for (_, kind), us in layers.items():
+        by_class[kind].append(us)
+    rows = {
+        kind: {"layers": len(us), "us": round(sum(us) / len(us), 2), "reference_b300_us": REFERENCE_B300_US.get(kind)}
+        for kind, us in by_class.items()
+    }
+    every = [u for us in by_class.values() for u in us]
+    return {"classes": rows, "mean_us": round(sum(every) / len(every), 2) if every else None}
+
+
+def main(argv=None) -> dict:
+    p = argparse.ArgumentParser(prog="bench.layers", description=__doc__.split("\n\n")[0])
+    p.add_argument("--trace", required=True, help="folder that bench.decode --profile wrote")
+    p.add_argument("--hlo", required=True, help="file that bench.decode --hlo wrote, of the same run")
+    p.add_argument("--decode", required=True, help="JSON of the same run")
+    p.add_argument("--steps", type=int, default=4, help="steps in the trace")
+    p.add_argument("--out", metavar="FILE")
+    args = p.parse_args(argv)
+    run = json.loads(pathlib.Path(args.decode).read_text())
+    events = read_trace(args.trace)
+    if not events:
+        raise SystemExit(f"bench.layers: {args.trace} holds no GPU kernels of the step")
+    out = attribute(events, scopes_of(pathlib.Path(args.hlo).read_text()), args.steps)
+    measured = run["result"]["step_ms"] * 1e3
+    out = {
+        "benchmark": "layers",
+        "environment": run["environment"],
+        "protocol": run["protocol"],
+        "measured_step_us": measured,
+        "traced_over_measured": round(out["step_us"] / measured, 4),
+        **out,
+    }
+    if args.out:
+        from bench.common import write_json
+
+        write_json(args.out, out)
+    _print(out)
+    return out
+
+
+def _print(out: dict) -> None:
+    print(f"step {out['step_us']:.0f} us traced, {out['measured_step_us']:.0f} us measured, busy {out['busy_us']:.0f} us")
+    for part, us in out["parts_us"].items():
+        print(f"  {part:32s} {us:10.1f} us  {100 * us / out['step_us']:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
+    for kind, row in out["attention"]["classes"].items():
+        print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,59 @@
+"""Attribution of a trace to the parts of a step."""
+
+import pytest
+
+from bench import layers
+from bench.layers import Event
+
+NAME = "jit(bound)/layer"
+SCOPES = {
+    "a": f"{NAME}0_SWA/qb/dot_general",
+    "b": f"{NAME}1_REUSE/sparse_attention/pallas_call",
+    "c": f"{NAME}2_REUSE/sparse_attention/pallas_call",
+    "d": f"{NAME}1_REUSE/experts/while/body/dot_general",
+    "e": "jit(bound)/draft_propose/draft_stage2/experts/while/body/dot_general",
+    "f": "jit(bound)/lm_head/dot_general",
+    "g": "jit(bound)/draft_propose/lm_head/dot_general",
+    "h": "",
+}
+
+
+def events(*rows):
+    return [Event(op, op, start, duration) for op, start, duration in rows]
+
+
+@pytest.mark.parametrize(
+    ("op", "part"),
+    [("a", "attention: qb"), ("b", "attention: sparse_attention"), ("d", "experts"), ("e", "draft experts"),
+     ("f", "lm_head"), ("g", "draft lm_head"), ("h", "unattributed")],
+)  # fmt: skip
+def test_scopes_belong_to_parts(op, part):
+    assert layers.part_of(SCOPES[op]) == part
+
+
+def test_parts_and_gaps_add_up_to_the_step():
+    trace = events(("a", 0, 1000), ("b", 1500, 2000), ("d", 3500, 4000), ("h", 9000, 1000))
+    got = layers.attribute(trace, SCOPES, steps=1)
+    assert got["step_us"] == 10 and got["busy_us"] == 8
+    assert sum(got["parts_us"].values()) == pytest.approx(10)
+    assert got["parts_us"]["gaps"] == 2 and got["parts_us"]["experts"] == 4
+
+
+def test_overlapping_kernels_count_once():
+    trace = events(("a", 0, 1000), ("f", 0, 1000), ("d", 1000, 2000))
+    got = layers.attribute(trace, SCOPES, steps=1)
+    assert got["busy_us"] == 3
+    assert sum(got["parts_us"].values()) == pytest.approx(3, abs=0.02)
+
+
+def test_attention_is_a_mean_over_the_layers_of_a_class():
+    trace = events(("a", 0, 1000), ("b", 1000, 2000), ("c", 3000, 4000), ("d", 7000, 500))
+    got = layers.attribute(trace, SCOPES, steps=1)["attention"]
+    assert got["classes"]["REUSE"] == {"layers": 2, "us": 3.0, "reference_b300_us": 128.06}
+    assert got["classes"]["SWA"]["us"] == 1.0
+    assert got["mean_us"] == pytest.approx(7 / 3, abs=0.01)
+
+
+def test_missing_trace_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="xplane"):
+        layers.read_trace(tmp_path)
