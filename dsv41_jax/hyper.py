@@ -17,7 +17,8 @@ def mixes(
 ):
     """Coefficients of one sublayer from the streams at its input.
 
-    impl: the implementation of `sinkhorn`. Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
+    impl: the implementation of `sinkhorn`.
+    Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
     """
     m = c.hc_mult
     v = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
