@@ -16,7 +16,7 @@ hing _ab qu _D her _but all ame _go _Y _wind _out _ind _what and _an ake ch _the
 ir ft _could _know _were ab _B ouse _house ittle ul out el _con pl ap put _M ound ck _this ill nce orm _A _K _pos _do
 _as pt est _are _then _ne per ol ation _N _no _us _id _E _ch _G _gr ive _y our _fu gin if ibut tribut use res _sm _who
 ast _only _In ink _lo act _end _comp _j _tim _su _li _low _me ave _fr ds ity _when _window _pe _int // __ _you _say
-""".split()
+"""
 
 
 def special_tokens(c: ModelConfig) -> dict[int, str]:
@@ -45,7 +45,7 @@ def byte_tokenizer(c: ModelConfig) -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: next(free) for symbol in alphabet}
     merges = []
-    for piece in _PIECES:
+    for piece in _PIECES.split():
         symbol = piece.replace("_", "Ġ").replace("/", "Ċ")
         cut = next(i for i in range(1, len(symbol)) if symbol[:i] in vocab and symbol[i:] in vocab)
         number = next(free, None)

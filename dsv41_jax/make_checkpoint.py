@@ -19,7 +19,7 @@ from dsv41_jax.checkpoint import INDEX, SINGLE, TOKEN_MAP
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
 from dsv41_jax.safetensors_io import Writer, tensor_bytes
-from dsv41_jax.tensors import BF16, E8, F8, F32, I8, Tensor, released_tensors
+from dsv41_jax.tensors import E8, F8, F32, I8, Tensor, released_tensors
 from dsv41_jax.tokenizer import derive_token_map
 
 _BLOCK_VALUES = 1 << 24  # random values made at a time

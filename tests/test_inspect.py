@@ -16,8 +16,8 @@ from dsv41_jax.inspect import (
 from dsv41_jax.options import OPERATORS, DecodeOptions
 from dsv41_jax.params import Transformer
 from dsv41_jax.presets import FLASH, TINY
-from dsv41_jax.tensors import released_tensors
 from dsv41_jax.safetensors_io import tensor_bytes
+from dsv41_jax.tensors import released_tensors
 
 
 @pytest.fixture(scope="module")

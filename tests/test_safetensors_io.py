@@ -122,8 +122,8 @@ def test_writer_refuses_what_was_not_declared(tmp_path, name, array, message):
 
 
 def test_writer_refuses_to_end_early_and_to_overwrite(tmp_path):
-    with pytest.raises(SafetensorsError, match="1 tensors never written: y"):
-        with Writer(tmp_path / "a", {"x": ("U8", (1,)), "y": ("U8", (1,))}) as w:
-            w.write("x", np.zeros(1, np.uint8))
+    two = {"x": ("U8", (1,)), "y": ("U8", (1,))}
+    with pytest.raises(SafetensorsError, match="1 tensors never written: y"), Writer(tmp_path / "a", two) as w:
+        w.write("x", np.zeros(1, np.uint8))
     with pytest.raises(FileExistsError):
         Writer(tmp_path / "a", {})

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, processors
 
 from dsv41_jax.byte_tokenizer import byte_tokenizer, special_tokens
 from dsv41_jax.presets import FLASH, TINY
