@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import hopper, layout, reference
+from . import blackwell, hopper, layout, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
@@ -18,6 +18,7 @@ def _reference(x, ids, weights, w13, s13, w2, s2, *, experts_total=None, **kwarg
 
 IMPLEMENTATIONS = (
     Implementation("hopper", hopper.experts, ("sm_90",), hopper.refuses),
+    Implementation("blackwell", blackwell.experts, ("sm_100", "sm_103"), blackwell.refuses),
     Implementation("reference", _reference),
 )
 

@@ -83,26 +83,26 @@ FULL = (
     ExpertsSpec("verify_skewed", 384, 5120, 2304, 96, 6, "skewed"),
     ExpertsSpec("draft", 320, 5120, 2304, 32, 3, "uniform"),
     ExpertsSpec("one_row", 1, 5120, 2304, 96, 6, "uniform"),
+    ExpertsSpec("prefill", 1536, 5120, 2304, 96, 6, "uniform"),
 )
 SPECS = TINY + FULL
 
 
 def deviceless_case(name: str):
-    """name of a FULL spec, then ":hopper" or ":blackwell" -> (function, abstract arguments) for a deviceless compile."""
+    """"<FULL spec>:hopper" or "<FULL spec>:blackwell" -> (function, abstract arguments) for a deviceless compile."""
     import functools
     import os
 
     import jax
 
-    from . import api, layout
+    from . import blackwell, hopper, layout
 
     name, _, impl = name.partition(":")
     spec = next(s for s in FULL if s.name == name)
     e, h, f, t, k = spec.local, spec.hidden, spec.width, spec.rows, spec.k
     shape = jax.ShapeDtypeStruct
     tensors = tuple(shape(s, jnp.uint8) for s in ((e, 2 * f, h // 2), (e, 2 * f, h // 32), (e, h, f // 2), (e, h, f // 32)))
+    run = functools.partial(blackwell.experts, capability=int(os.environ["DEVICELESS_CAPABILITY"]))
     if impl == "hopper":
-        tensors = jax.eval_shape(layout.shuffle_weights, *tensors)
-    arguments = (shape((t, h), jnp.bfloat16), shape((t, k), jnp.int32), shape((t, k), jnp.float32), *tensors)
-    arch = "sm_" + os.environ["DEVICELESS_CAPABILITY"]
-    return functools.partial(api.experts, impl=impl, arch=arch, experts_total=spec.total or None), arguments
+        tensors, run = jax.eval_shape(layout.shuffle_weights, *tensors), hopper.experts
+    return run, (shape((t, h), jnp.bfloat16), shape((t, k), jnp.int32), shape((t, k), jnp.float32), *tensors)

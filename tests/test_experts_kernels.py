@@ -1,0 +1,100 @@
+"""The experts kernels on a GPU against the definition, and their deviceless compiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.experts import experts, shuffle_weights
+from pallas_kernels.experts.specs import ExpertsSpec
+from tests import deviceless
+
+# Multiples of the kernels' tiles, small enough to make weights for in a test.
+SMALL = (
+    ExpertsSpec("uniform", 24, 512, 256, 6, 3),
+    ExpertsSpec("one_row", 1, 512, 256, 6, 3),
+    ExpertsSpec("all_on_one", 90, 512, 256, 6, 1, "one"),
+    ExpertsSpec("foreign", 70, 768, 512, 5, 3, "skewed", total=12, first=4),
+    ExpertsSpec("many_rows", 200, 512, 256, 4, 3),
+)
+FACTORY = "pallas_kernels.experts.specs:deviceless_case"
+
+
+def implementations():
+    """Those this device can run: the Triton kernel also on Hopper, where its dot is emulated."""
+    capability = str(jax.devices()[0].compute_capability)
+    names = ["hopper"] if capability == "9.0" else []
+    return names + (["blackwell"] if pytest.importorskip("jax_triton") else [])
+
+
+def call(impl, spec, arrays):
+    tensors = shuffle_weights(*arrays[3:]) if impl == "hopper" else arrays[3:]
+    run = jax.jit(functools.partial(experts, first_expert=spec.first, impl=impl))
+    return run, (*arrays[:3], *tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_kernel_equals_the_definition(spec):
+    arrays = spec.make_inputs(21)
+    want = np.asarray(experts(*arrays, first_expert=spec.first, impl="reference"), np.float64)
+    for impl in implementations():
+        run, args = call(impl, spec, arrays)
+        got = np.asarray(run(*args), np.float64)
+        # A bf16 value of g or v that rounds the other way can move an FP8 code of t by 2**-4 of itself: about 1 % of
+        # the norm. A wrong scale, row or expert is far outside.
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want), impl
+        np.testing.assert_array_equal(np.asarray(run(*args)), got.astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_rows_do_not_depend_on_the_batch():
+    spec = SMALL[0]
+    x, ids, weights, *tensors = spec.make_inputs(5)
+    for impl in implementations():
+        run, args = call(impl, spec, (x, ids, weights, *tensors))
+        whole = np.asarray(run(*args))
+        part = np.asarray(run(x[7:19], ids[7:19], weights[7:19], *args[3:]))
+        np.testing.assert_array_equal(part, whole[7:19])
+
+
+@pytest.mark.gpu
+def test_poison_stays_in_its_row_and_reload_needs_no_compile():
+    spec = SMALL[0]
+    x, ids, weights, *tensors = spec.make_inputs(6)
+    for impl in implementations():
+        run, args = call(impl, spec, (x, ids, weights, *tensors))
+        clean = np.asarray(run(*args))
+        dirty = np.asarray(run(x.at[3].set(jnp.nan), *args[1:]))
+        rest = np.arange(spec.rows) != 3
+        np.testing.assert_array_equal(dirty[rest], clean[rest])
+        for seed in (7, 8, 9):
+            fresh = call(impl, spec, spec.make_inputs(seed))
+            np.testing.assert_array_equal(np.asarray(run(*fresh[1])), np.asarray(fresh[0](*fresh[1])))
+        assert run._cache_size() == 1
+
+
+needs_compiler = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name,rows", [("verify_balanced", 32), ("one_row", 8), ("prefill", 64)])
+def test_hopper_kernel_compiles_to_register_wgmma_without_spills(name, rows):
+    got = deviceless.compile_for("sm_90a", FACTORY, f"{name}:hopper").matching("experts_")
+    assert len(got.kernels) == 2 and got.spill_bytes == 0, got.kernels
+    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3" in got.ptx
+    assert "prmt.b32" in got.ptx and "cp.async.bulk.tensor" in got.ptx
+
+
+@pytest.mark.deviceless
+@needs_compiler
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
+    pytest.importorskip("jax_triton")
+    got = deviceless.compile_for(target, FACTORY, "verify_balanced:blackwell").matching("experts_")
+    assert len(got.kernels) == 2 and got.spill_bytes == 0
+    assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
