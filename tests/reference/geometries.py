@@ -6,6 +6,7 @@
 `released_head`     the release's head (512, rope 64) and index (32 x 128) dims at a small hidden size
 `few_candidates`    candidate blocks hold index_topk entries exactly: with a part-filled last block fewer are allowed,
                     and the selection ends in -1
+`all_kinds`         FULL2, FULL1, REINDEX and REUSE, an engram and one draft stage in four layers: the quickest to compile
 `odd_sizes`         nothing a power of two that need not be: 2 streams, 6 heads in 3 groups, window 5, top-5, 3-gram
                     engram with 3 heads, a REINDEX layer of ratio 2, 2 draft stages of 3 tokens
 =================== ==================================================================================================
@@ -102,6 +103,16 @@ _CHANGES = {
         "candidate_source_layer_id": 2,
         "engram_layer_ids": [2],
         "dspark_target_layer_ids": [2, 3, 4],
+    },
+    "all_kinds": {
+        "hc_sinkhorn_iters": 4,
+        "compress_ratios": [2, 1, 1, 1, 0],
+        "kv_source_layer_ids": [0, 1],
+        "index_source_layer_ids": [0, 1, 2],
+        "candidate_source_layer_id": 1,
+        "engram_layer_ids": [1],
+        "num_nextn_predict_layers": 1,
+        "dspark_target_layer_ids": [2, 3],
     },
     "odd_sizes": {
         "vocab_size": 259,
