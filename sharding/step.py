@@ -66,16 +66,22 @@ class ShardedSteps(Steps):
 
     def decode(self, state, batch):
         """`mtp_step` on all ranks; `state` is donated. Raises ValueError for a batch that R does not divide."""
-        self._check_rows("batch", batch.slots.shape[0])
+        self._check_rows("batch", batch.slots)
         return super().decode(state, batch)
 
-    def _check_span(self, chunk):
-        self._check_rows("chunk", chunk.slots.shape[0])
-        super()._check_span(chunk)
+    def prefill(self, state, batch):
+        """`prefill_step` on all ranks; `state` is donated. Raises ValueError for a batch that R does not divide."""
+        self._check_rows("batch", batch.chunk.slots)
+        return super().prefill(state, batch)
 
-    def _check_rows(self, what: str, rows: int):
-        if rows % self.mesh.size:
-            raise ValueError(f"{what}: expected rows of {self.mesh.size} ranks end to end, got {rows} requests")
+    def forward(self, state, chunk, dump: bool = False):
+        """Teacher-forced chunk on all ranks; `state` is donated. Raises ValueError for a chunk that R does not divide."""
+        self._check_rows("chunk", chunk.slots)
+        return super().forward(state, chunk, dump)
+
+    def _check_rows(self, what: str, slots):
+        if slots.shape[0] % self.mesh.size:
+            raise ValueError(f"{what}: expected the rows of {self.mesh.size} ranks end to end, got {slots.shape[0]} requests")
 
 
 def _check_parameters(params: Transformer, expected: Transformer) -> None:

@@ -380,7 +380,7 @@ def test_errors_of_steps(mesh):
         ShardedSteps(net, params, mesh, exchange=BlockedExchange(4))
     with pytest.raises(ValueError, match=r"draft.confidence expected P\(\) over .*4"):
         ShardedSteps(net, rules.global_parameters(c, make_mesh(2)), mesh)
-    with pytest.raises(ValueError, match=r"engram.table expected float8_e4m3fn\[1176, 32\] over all ranks"):
+    with pytest.raises(ValueError, match=r"engram.table expected float8_e4m3fn\[1172, 32\] over all ranks"):
         grown = dataclasses.replace(c, engram_num_embeddings=(1300,))
         ShardedSteps(net, rules.global_parameters(grown, mesh), mesh)
     steps = ShardedSteps(net, params, mesh)
@@ -388,7 +388,7 @@ def test_errors_of_steps(mesh):
         steps.decode(None, decode_batch(prefill_batch(c, 0, [None] * 3, [None] * 3)))
     wide = prefill_batch(c, 0, [None] * 4, [None] * 4)
     wide = dataclasses.replace(wide, chunk=dataclasses.replace(wide.chunk, tokens=np.zeros((4, SPAN + 1), np.int32)))
-    with pytest.raises(ValueError, match="at most span = 16 rows, got 17"):
+    with pytest.raises(ValueError, match="span = 16 rows a request, got 17"):
         steps.prefill(None, wide)
     with pytest.raises(ValueError, match="one shape on all ranks"):
         stack_ranks([np.zeros(2), np.zeros(3)])
