@@ -90,3 +90,21 @@ def test_errors_name_the_shapes():
     with pytest.raises(ValueError, match="ep_size"):
         fake_balance(4, 2, experts=10, ep_size=4)
     assert explain(x, gate, bias, k=3, arch="cpu")["chosen"] == "reference"
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_pairwise_selection_has_the_same_bits(spec):
+    x, gate, bias = spec.make_inputs(9)
+    gate = gate.at[5].set(gate[2]).at[11].set(gate[2])  # ties
+    bias = bias.at[jnp.array([5, 11])].set(bias[2])
+    want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
+    got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="pairwise")
+    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
+    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-6)
+
+
+def test_pairwise_selection_orders_ties_zeros_and_nan():
+    from pallas_kernels.router.pairwise import places
+
+    s = jnp.array([[1.0, 3.0, 3.0, -2.0, -5.0, 0.0], [0.0] * 6, [jnp.nan] * 6])
+    np.testing.assert_array_equal(np.asarray(places(s)), [[2, 0, 1, 4, 5, 3], range(6), range(6)])

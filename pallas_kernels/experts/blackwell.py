@@ -7,6 +7,7 @@ kernel runs with an emulated dot: good for checking, not for speed.
 """
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,8 @@ def refuses(
         return "weights are in the Hopper kernel's order"
     if x.shape[1] % 128 or w2.shape[-1] % 64:
         return f"H and F expected multiples of 128, got {x.shape[1]} and {w2.shape[-1] * 2}"
+    if importlib.util.find_spec("jax_triton") is None:
+        return "jax_triton is not installed"
     return None
 
 

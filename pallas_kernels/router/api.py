@@ -1,7 +1,7 @@
 """Router: fp32 scores, biased top-k with lowest-index ties, normalised weights (spec/model.md section 9)."""
 
 from ..registry import Implementation, resolve
-from . import reference
+from . import pairwise, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
@@ -11,7 +11,10 @@ def _reference(x, gate, bias, *, k, scale, precision):
     return reference.router(x, gate, bias, k=k, scale=scale)
 
 
-IMPLEMENTATIONS = (Implementation("reference", _reference),)
+IMPLEMENTATIONS = (
+    Implementation("pairwise", pairwise.router, ("sm_90", "sm_100", "sm_103"), pairwise.refuses),
+    Implementation("reference", _reference),
+)
 
 
 def _validate(x, gate, bias, k, precision):
