@@ -79,7 +79,7 @@ def rotations(spec):
         by_row = lambda x: jnp.roll(x, turn * 37, axis=0) if x.ndim and x.shape[0] == spec.rows else x
         return jax.tree.map(by_row, inputs)
 
-    return [turned(m, turn) for turn in range(turns) for m in made]
+    return [jax.device_put(turned(m, turn)) for turn in range(turns) for m in made]
 
 
 def smallest_us() -> float:

@@ -302,23 +302,22 @@ def blocks(
         ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
         _head_sums(ones, HEADS, HEADS)
         ids, pages = ids_ptr + t * KB, table_ptr + t // S * COLUMNS
-        now, then = _candidate(ids, first, KB, BLOCK), _candidate(ids, first + TILE, KB, BLOCK)
-        position, ahead = _candidate(ids, first + 2 * TILE, KB, BLOCK), _candidate(ids, first + 3 * TILE, KB, BLOCK)
-        page = _page_of(pages, now, PAGES, E, COLUMNS)
-        words, scales = _load_keys(pool_ptr, page, (now % E).to(gl.int32), page > 0, E)
-        page = _page_of(pages, then, PAGES, E, COLUMNS)
-        next_words, next_scales = _load_keys(pool_ptr, page, (then % E).to(gl.int32), page > 0, E)
+        position = _candidate(ids, first, KB, BLOCK)
         page = _page_of(pages, position, PAGES, E, COLUMNS)
+        ahead = _candidate(ids, first + TILE, KB, BLOCK)
         w = _prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS, M)
+        words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+        page = _page_of(pages, ahead, PAGES, E, COLUMNS)
+        position = ahead
+        ahead = _candidate(ids, first + 2 * TILE, KB, BLOCK)
         fence_async_shared()
         gl.thread_barrier()
-        for column in range(first, live, TILE):  # keys are loaded 2 tiles ahead, pages 3, block ids 4
+        for column in range(first, live, TILE):
             ka, kb, factor = _decode(words, scales, M)
-            words, scales = next_words, next_scales
-            next_words, next_scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+            words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
             page = _page_of(pages, ahead, PAGES, E, COLUMNS)
             position = ahead
-            ahead = _candidate(ids, column + 4 * TILE, KB, BLOCK)
+            ahead = _candidate(ids, column + 3 * TILE, KB, BLOCK)
             products = _products(ka, kb, q_low, q_high, HEADS, M)
             products = warpgroup_mma_wait(0, deps=[products])
             score = _sums(products, w, ones, factor)
