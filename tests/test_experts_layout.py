@@ -27,7 +27,7 @@ def prmt(low, high, selector):
 
 
 def lane_weights(w, s):
-    """What the lanes feed to the tensor cores: f64[E, rows in kernel order, inner in position order], factors applied."""
+    """What the lanes feed to the tensor cores: f64[E, rows, inner], both in kernel order, factors applied."""
     e, blocks, chunks = w.shape[:3]
     words = np.asarray(w).view(np.uint32).reshape(e, blocks, chunks, 2, 128, 4).astype(np.uint64)
     t = np.asarray(s)[:, :, :-2].copy().view(np.uint8).reshape(e, blocks, chunks // 2, 128, 4)

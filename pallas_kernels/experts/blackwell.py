@@ -34,7 +34,8 @@ def _kernels():
         acc = tl.zeros((BM, BN), tl.float32)
         for start in range(0, inner, BK):
             a = tl.load(x + row[:, None] * inner + (start + k)[None, :], mask=live[:, None], other=0)
-            a_scale = tl.load(xs + row[:, None] * (inner // 32) + (start // 32 + group)[None, :], mask=live[:, None], other=0)
+            at = row[:, None] * (inner // 32) + (start // 32 + group)[None, :]
+            a_scale = tl.load(xs + at, mask=live[:, None], other=0)
             b = tl.load(w + column[:, None] * (inner // 2) + (start // 2 + half)[None, :])
             b_scale = tl.load(ws + column[:, None] * (inner // 32) + (start // 32 + group)[None, :])
             acc = tl.dot_scaled(a.to(tl.float8e4nv, bitcast=True), a_scale, "e4m3", b.T, b_scale, "e2m1", acc)

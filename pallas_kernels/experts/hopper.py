@@ -33,7 +33,7 @@ def tile_rows(slots: int, experts: int) -> int:
 
 
 def pipeline_stages(n: int, groups: int) -> int:
-    """Stages of 256 channels that fit shared memory: weights and scales of each warpgroup, the tile's rows and scales."""
+    """Stages of 256 channels that fit: weights and scales of each warpgroup, the tile's rows and their scales."""
     stage = groups * (layout.STAGE * 4096 + 512) + layout.STAGE * (n * 128 + max(n, 32) * 4)
     return min(8, SHARED_BYTES // stage)
 

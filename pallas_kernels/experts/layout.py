@@ -129,7 +129,7 @@ def shuffle_w13(w13, s13):
 
 
 def shuffle_w2(w2, s2):
-    """(u8[E, H, F/2], u8[E, H, F/32]) -> (i32[E, H/64, F/128, 8, 128], i32[E, H/64, F/256 + 2, 128]); as shuffle_w13."""
+    """(u8[E, H, F/2], u8[E, H, F/32]) -> (i32[E, H/64, F/128, 8, 128], i32[E, H/64, F/256 + 2, 128])."""
     _check("w2", w2.shape[-1] * 2, w2.shape[-2])
     return _shuffle(w2, s2, _down_rows(w2.shape[-2]))
 

@@ -84,7 +84,8 @@ def pack(values, n: int):
 
 def load_words(address, offset: int):
     """Four 32-bit words of shared memory."""
-    return asm([i32()] * 4, [address], f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];", "=r,=r,=r,=r,r", effects=True)
+    text = f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{offset}];"
+    return asm([i32()] * 4, [address], text, "=r,=r,=r,=r,r", effects=True)
 
 
 def load_word(address, offset: int):
@@ -136,7 +137,8 @@ def chain(a, descriptor, n: int):
     """
     count = n // 2
     acc = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    lines = ["{ .reg .pred off, on; .reg .b64 d;", "setp.ne.b32 off, 0, 0;", "setp.eq.b32 on, 0, 0;", "wgmma.fence.sync.aligned;"]
+    lines = ["{ .reg .pred off, on; .reg .b64 d;", "setp.ne.b32 off, 0, 0;", "setp.eq.b32 on, 0, 0;"]
+    lines.append("wgmma.fence.sync.aligned;")
     for i in range(4):
         regs = "{" + ",".join(f"${count + 4 * i + j}" for j in range(4)) + "}"
         lines.append(f"add.s64 d, ${count + 16}, {2 * i};")

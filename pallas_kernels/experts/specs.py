@@ -101,7 +101,8 @@ def deviceless_case(name: str):
     spec = next(s for s in FULL if s.name == name)
     e, h, f, t, k = spec.local, spec.hidden, spec.width, spec.rows, spec.k
     shape = jax.ShapeDtypeStruct
-    tensors = tuple(shape(s, jnp.uint8) for s in ((e, 2 * f, h // 2), (e, 2 * f, h // 32), (e, h, f // 2), (e, h, f // 32)))
+    shapes = (e, 2 * f, h // 2), (e, 2 * f, h // 32), (e, h, f // 2), (e, h, f // 32)
+    tensors = tuple(shape(s, jnp.uint8) for s in shapes)
     run = functools.partial(blackwell.experts, capability=int(os.environ["DEVICELESS_CAPABILITY"]))
     if impl == "hopper":
         tensors, run = jax.eval_shape(layout.shuffle_weights, *tensors), hopper.experts
