@@ -1,7 +1,7 @@
 """Launch Gluon kernels (Triton's explicit-layout language) from JAX, through the custom call that jaxlib brings along.
 
-The kernel is compiled to PTX when the call is traced, for an explicit compute capability or the default device's, so the
-same code path serves deviceless compiles. Triton itself is imported inside the functions: a machine without it can
+The kernel is compiled to PTX when the call is traced, for an explicit compute capability or the default device's, so
+the same code path serves deviceless compiles. Triton itself is imported inside the functions: a machine without it can
 import this module and gets a reason from `unavailable`.
 """
 
@@ -46,7 +46,7 @@ def _compiled(kernel, pointers, constants, warps, compute_capability, maxnreg):
 
 
 def compile_kernel(kernel, arrays, constants: dict, *, warps: int, compute_capability: int, maxnreg: int | None = None):
-    """Compile `kernel` for pointer arguments of the arrays' dtypes and the given constexprs -> Triton's compiled kernel."""
+    """Compile `kernel` for pointers of the arrays' dtypes and the given constexprs -> Triton's compiled kernel."""
     pointers = tuple(_POINTERS[jnp.dtype(a.dtype).name] for a in arrays)
     return _compiled(kernel, pointers, tuple(sorted(constants.items())), warps, compute_capability, maxnreg)
 

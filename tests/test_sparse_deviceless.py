@@ -16,7 +16,7 @@ pytestmark = [
 # to 168 so that three programs fit a multiprocessor.
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
-    "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 64),
+    "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 80, 0),
 }
 

@@ -74,8 +74,8 @@ def index_score(
     dot -> bf16, relu, times w -> bf16, fp32 sum over heads -> bf16; f32 weights: fp32 throughout. -0 becomes +0.
 
     Returns head_weights' dtype [T, C * E]: columns >= visible are -inf (visible is clamped to 0..C * E by this rule),
-    visible columns on an unallocated page are exactly 0, whatever any page holds. `fill=False` leaves columns >= visible
-    unspecified, so that the cost depends on the live context alone; a reader bounded by `visible` cannot tell.
+    visible columns on an unallocated page are exactly 0, whatever any page holds. `fill=False` leaves columns >=
+    visible unspecified, so that the cost depends on the live context alone; a reader bounded by `visible` cannot tell.
     Raises ValueError for shapes or dtypes that do not fit together, naming what was expected and got.
     """
     rows = _validate(OP, q, head_weights, index_pool, table)
@@ -101,11 +101,12 @@ def index_score_blocks(
 
     Compact column c of row t stands for position block_ids[t, c // block_size] * block_size + c % block_size.
 
-    Returns head_weights' dtype [T, Kb * block_size]: columns >= end are -inf, columns on an unallocated page (or outside
-    the table) are exactly 0. Arithmetic and errors as in `index_score`.
+    Returns head_weights' dtype [T, Kb * block_size]: columns >= end are -inf, columns on an unallocated page (or
+    outside the table) are exactly 0. Arithmetic and errors as in `index_score`.
     """
     rows = _validate(OP_BLOCKS, q, head_weights, index_pool, table)
-    _expect(OP_BLOCKS, block_ids.ndim == 2 and block_ids.shape[0] == rows, "block_ids", f"[{rows}, Kb]", block_ids.shape)
+    fits = block_ids.ndim == 2 and block_ids.shape[0] == rows
+    _expect(OP_BLOCKS, fits, "block_ids", f"[{rows}, Kb]", block_ids.shape)
     _expect(OP_BLOCKS, end.shape == (rows,), "end", (rows,), end.shape)
     _expect(OP_BLOCKS, block_size >= 1, "block_size", ">= 1", block_size)
     args = (q, head_weights, index_pool, table, block_ids, end)

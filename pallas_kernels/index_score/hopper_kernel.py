@@ -7,11 +7,11 @@ Keys: 8 FP4 codes of a word become 8 e4m3 bytes by table lookup (`prmt`); the ta
 channels with the group's scale inside, relative to the largest scale of the key: exact for groups up to 11 octaves
 below it, smaller ones count as 0. Which channel stands at which position of the product is free as long as q agrees:
 a thread keeps the 16 bytes of one scale group that it loads, and nothing passes through shared memory.
-Queries: the same per row and head, by one power of two; their factor moves into the head weight, the key's factor to the
-end of the sum. All these powers of two commute with the roundings of the definition.
+Queries: the same per row and head, by one power of two; their factor moves into the head weight, the key's to the end
+of the sum. All these powers of two commute with the roundings of the definition.
 
-Between the products and the sum over heads, two heads travel in one register: convert with relu to bf16, multiply by the
-weights in bf16. The fp32 sum is one more product, with a matrix of ones.
+Between the products and the sum over heads, two heads travel in one register: convert with relu to bf16, multiply by
+the weights in bf16. The fp32 sum is one more product, with a matrix of ones.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_wait
 
 TILE = gl.constexpr(64)  # keys a tile
-# [key, scale group, word of the group, channel of a half word]: one thread holds the 4 words of a group for 2 keys, laid
-# out over lanes and warps as the M operand of an FP8 product wants its rows.
+# [key, scale group, word of the group, channel of a half word]: one thread holds the 4 words of a group for 2 keys,
+# laid out over lanes and warps as the M operand of an FP8 product wants its rows.
 L4 = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
@@ -45,8 +45,8 @@ def _add(a, b):
 def _expand(words, low, high):
     """FP4 word, lookup tables (4 + 4 bytes) -> two times four e4m3: channels 0..3 and 4..7 of the word.
 
-    All tensors have the shape of the result; its last axis, the four bytes, repeats the inputs. The signs come from prmt's
-    mode that spreads a byte's top bit.
+    All tensors have the shape of the result; its last axis, the four bytes, repeats the inputs. The signs come from a
+    mode of prmt that spreads a byte's top bit.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -115,7 +115,7 @@ def _decode(words, scales, M: gl.constexpr):
 
 @gluon.jit
 def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
-    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and their weights bf16[N] along M's columns."""
+    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
     QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
     q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
@@ -247,7 +247,8 @@ def dense(
             line = out_ptr + (b * S + group + r % ROWS).to(gl.int64) * CAPACITY
             for column in range(done // 1024 * 1024, CAPACITY, 1024):
                 c = column + lane
-                gl.store(line + c, gl.full([1024], float("-inf"), gl.bfloat16, LANES), mask=(c >= done) & (c < CAPACITY))
+                empty = gl.full([1024], float("-inf"), gl.bfloat16, LANES)
+                gl.store(line + c, empty, mask=(c >= done) & (c < CAPACITY))
 
 
 @gluon.jit

@@ -57,7 +57,7 @@ def gather_keys(
 
 
 def _round(x, dtype):
-    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA drops it where it may keep more precision."""
+    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA may drop it to keep more precision."""
     return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 

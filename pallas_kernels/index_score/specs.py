@@ -42,7 +42,7 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Device bytes, each once: a request's visible keys, q in bf16, weights, block ids and the bf16 logits written."""
+        """Device bytes, each once: a request's visible keys, q in bf16, weights, block ids and the logits written."""
         keys = self.batch * self.context * codecs.index_record_bytes(self.dim)
         q = self.rows * self.heads * (2 * self.dim + 2)
         dense = self.capacity if self.fill else self.context

@@ -69,10 +69,10 @@ def sparse_attention(
 ):
     """Attend to the window and to the selected compressed entries; spec/model.md section 5.
 
-    Keys of a row at position p: ring rows of positions max(0, p - window + 1)..p (ring row = position mod R, and the ring
-    must still hold them), plus every entry named in `global_slots`. `window_start` and `window_end` replace that range by
-    start..end-1, of which the last `window` positions are read: the drafter passes window=133, start=max(0, P-128),
-    end=P+5 for all rows of a block. Nothing is de-duplicated. K = V = the record's D channels.
+    Keys of a row at position p: ring rows of positions max(0, p - window + 1)..p (ring row = position mod R, and the
+    ring must still hold them), plus every entry named in `global_slots`. `window_start` and `window_end` replace that
+    range by start..end-1, of which the last `window` positions are read: the drafter passes window=133,
+    start=max(0, P-128), end=P+5 for all rows of a block. Nothing is de-duplicated. K = V = the record's D channels.
 
     The dtype of `q` is the precision: bf16 rounds probabilities to bf16 before V, f32 is fp32 throughout. The result is
     rounded to q's dtype, then its last 2r channels are rotated back (adjacent pairs) and rounded again.

@@ -31,7 +31,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _split_fp8(x, factor):
-    """i32[...] of four e4m3, i32[...] factors (a bf16 twice) -> (even, odd) i32[...] bf16 pairs, value * 2**-120 * factor."""
+    """i32[...] of four e4m3, i32[...] factors (a bf16 twice) -> (even, odd) bf16 pairs, value * 2**-120 * factor."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 a, b;

@@ -1,4 +1,4 @@
-"""What sparse attention computes, in plain jnp (spec/model.md section 5, spec/decode.md section 2 "Attention consumer").
+"""What sparse attention computes, in plain jnp (spec/model.md section 5; spec/decode.md section 2, its consumer).
 
 K and V are the same record: one latent of D channels, shared by all heads. One softmax runs over the window keys, the
 selected compressed keys and a per-head sink that only enters the denominator. The dtype of `q` carries the precision:
@@ -14,12 +14,12 @@ EMPTY_MAX = -1e30  # running maximum of a row without keys: its exponentials are
 
 
 def rounded(x, dtype):
-    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA drops it where it may keep more precision."""
+    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA may drop it to keep more precision."""
     return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
 def _decoded(pool, rows, decode, dim, dtype):
-    """Gather records `rows` i32[..., K] of pool [n, bytes or D] -> dtype[..., K, D]; out-of-range rows are unspecified."""
+    """Gather records `rows` i32[..., K] of pool [n, bytes or D] -> dtype[..., K, D]; rows outside are unspecified."""
     records = jnp.take(pool, rows, axis=0, mode="clip")
     return (decode(records, dim) if pool.dtype == jnp.uint8 else records).astype(dtype)
 
@@ -52,7 +52,7 @@ def global_keys(
     dim: int,
     dtype,
 ):
-    """Gather selected entries -> (keys dtype[B, S, K, D], mask bool[B, S, K]); keys under a false mask are unspecified."""
+    """Gather selected entries -> (keys dtype[B, S, K, D], mask bool[B, S, K]); unspecified where the mask is false."""
     pages, entries = global_pool.shape[:2]
     mask = (global_slots >= 0) & (global_slots < pages * entries)
     flat = global_pool.reshape(pages * entries, global_pool.shape[2])

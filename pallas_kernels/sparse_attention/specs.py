@@ -35,7 +35,7 @@ class Spec:
 
     @property
     def bytes(self) -> int:
-        """Device bytes, each once: q and output in bf16, the ring rows of a request, the records of every row's selection.
+        """Device bytes, each once: q and output in bf16, the ring rows of a request, every row's selected records.
 
         Selections of two rows may overlap and then sit in the cache; they are counted apart, as performance.md does.
         """
@@ -49,7 +49,7 @@ class Spec:
         return 4 * self.rows * self.heads * (self.window + self.selected) * self.dim
 
     def make_inputs(self, seed: int) -> dict:
-        """Keyword arguments of `sparse_attention`, numpy, with random pages, permuted ring slots and no padding rows."""
+        """Keyword arguments of `sparse_attention`, numpy, with random pages, permuted slots and no padding rows."""
         rng = np.random.default_rng(seed)
         entries = max((self.context + self.span) // self.ratio, 1)
         columns = codecs.cdiv(entries, self.page_entries)
