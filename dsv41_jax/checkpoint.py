@@ -309,7 +309,12 @@ def _read_parameter(reader: "_Reader", source: Source, leaf, device, advance):
 
 @jax.jit(donate_argnums=0)
 def _fill(array, block, row):
-    return jax.lax.dynamic_update_slice_in_dim(array, block, row, 0)
+    """`array` with `block` at `row`, in place. One-byte types go as raw bytes: a backend without arithmetic on them may
+    convert the whole array there and back for every block."""
+    if array.dtype.itemsize > 1:
+        return jax.lax.dynamic_update_slice_in_dim(array, block, row, 0)
+    bits = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (array, block)]
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice_in_dim(*bits, row, 0), array.dtype)
 
 
 class _Reader:
