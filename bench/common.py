@@ -134,4 +134,5 @@ def measure_peaks() -> Peaks:
     if fp8 < 1.3 * bf16:
         notes = (f"the fp8 product ran at {fp8:.0f} TFLOP/s, not on the fp8 unit: twice the bf16 rate is taken for it",)
         fp8 = 2 * bf16
-    return Peaks(round(copy, 1), round(bf16, 2), round(fp8, 2), notes)
+    # significant digits, not decimals: a busy CPU's figures would round to nothing
+    return Peaks(*(float(f"{x:.5g}") for x in (copy, bf16, fp8)), notes)

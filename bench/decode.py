@@ -112,6 +112,18 @@ def run_round(steps, state, batch, count: int):
     return state, Round(done, dispatch, outputs)
 
 
+def control_flow(hlo: str) -> dict[str, int]:
+    """Control flow outside fusions: conditionals and loops of unknown length stop the dispatching host until the device
+    has decided (unless a command buffer holds them); loops of known length only cost their launches."""
+    from bench.hlo_report import computations
+
+    entry, comps = computations(hlo)
+    loops = [op for op in comps[entry] if op.opcode == "while"]
+    known = sum("known_trip_count" in op.line for op in loops)
+    conditionals = sum(op.opcode == "conditional" for op in comps[entry])
+    return {"conditionals": conditionals, "loops": known, "loops_of_unknown_length": len(loops) - known}
+
+
 def check_in_place(bench) -> None:
     """Raises SystemExit unless the step updates the whole state in place: donated, aliased, no pool-sized copy."""
     import jax
@@ -239,6 +251,7 @@ def result(bench: Bench, rounds: list[Round], peaks) -> dict:
         "step_gap_ms": {"min": round(min(gaps), 4), "median": round(statistics.median(gaps), 4), "max": round(max(gaps), 4)},
         "host_ms_per_step": {"median": round(statistics.median(host), 4), "max": round(host[-1], 4)},
         "compile_s": bench.compile_s,
+        "control_flow": control_flow(bench.hlo),
         "weights_and_state_made_s": round(bench.made_s, 2),
         "memory_gb": {
             "arguments": round(memory.argument_size_in_bytes / 1e9, 3),

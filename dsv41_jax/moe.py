@@ -1,6 +1,7 @@
 """Mixture of experts: router, routed experts behind an exchange object, shared expert (spec/model.md section 9)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from dsv41_jax.linear import fp8_linear
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Experts, MoE
 from dsv41_jax.precision import Precision
+from pallas_kernels import registry
 from pallas_kernels.experts.api import experts
 from pallas_kernels.router.api import fake_balance, router
 
@@ -46,6 +48,13 @@ def swiglu(
     return jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(v, -limit, limit)
 
 
+@functools.partial(jax.jit, static_argnames=("limit", "precision", "impl", "arch"))
+def _experts(x, ids, weights, w13, s13, w2, s2, first, *, limit, precision, impl, arch):
+    """`experts` traced and lowered once for all layers of one shape: a kernel's own lowering takes most of a second."""
+    return experts(x, ids, weights, w13, s13, w2, s2, swiglu_limit=limit, first_expert=first, precision=precision,
+                   impl=impl, arch=arch)  # fmt: skip
+
+
 def moe(
     x,  # dtype[T, H], the ffn_norm output
     params: MoE,
@@ -68,8 +77,8 @@ def moe(
         taps[f"gate_indices_{name}"], taps[f"gate_weights_{name}"] = ids, weights
 
     def run(x, ids, weights, e: Experts, first):
-        return experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], swiglu_limit=c.swiglu_limit,
-                       first_expert=first, precision=p.name, impl=options.impl("experts"))  # fmt: skip
+        return _experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], first, limit=c.swiglu_limit,
+                        precision=p.name, impl=options.impl("experts"), arch=registry.current_arch())  # fmt: skip
 
     with jax.named_scope("experts"):
         routed = exchange.run_experts(x, ids, weights, params.experts, run)

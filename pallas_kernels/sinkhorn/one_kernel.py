@@ -50,6 +50,7 @@ def _body(x_ref, o_ref, *, m: int, iterations: int, eps: float):
             o_ref[:, i * m + j] = v
 
 
+@functools.partial(jax.jit, static_argnames=("iterations", "eps", "interpret"))  # lowered once for all layers
 def sinkhorn(logits, *, iterations: int, eps: float, interpret: bool = False):
     """See `api.sinkhorn`. Divisions are products with a reciprocal: each differs from the reference by an ulp or two."""
     from jax.experimental.pallas import triton as plt
