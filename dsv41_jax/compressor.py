@@ -33,11 +33,17 @@ def _pending_row(pending, slots, start):
     return jnp.where((slots >= 0)[:, None, None], row, 0)
 
 
-def _store_pending(pending, value, gate, plan: StepPlan):
-    at = jnp.where(plan.pending_store, plan.row_slots, pending.shape[0])
-    ring_row = plan.positions.reshape(-1) % pending.shape[1]
+def _store_pending(pending, value, gate, previous, plan: StepPlan):
+    """The ring with the chunk's rows, and the row before it written back as it was: so the update depends on the read, and
+    XLA, which orders by data alone, need not copy the ring to keep the old rows for it."""
+    slots, ring = pending.shape[:2]
+    at = jnp.where(plan.pending_store, plan.row_slots, slots)
+    # a chunk that may reach round the ring to that row does not write it back: one row never has two writers
+    back = jnp.where((plan.slots >= 0) & (value.shape[1] < ring), plan.slots, slots)
     rows = jnp.stack([value, gate], 2).reshape(-1, 2, value.shape[-1])
-    return pending.at[at, ring_row].set(rows, mode="drop")
+    return pending.at[
+        jnp.concatenate([at, back]), jnp.concatenate([plan.positions.reshape(-1), plan.start - 1]) % ring
+    ].set(jnp.concatenate([rows, previous]), mode="drop")
 
 
 def latents(
@@ -53,9 +59,10 @@ def latents(
     b, s = plan.shape
     value = matmul(u, params.wkv[...], jnp.float32).reshape(b, s, -1)
     gate = matmul(u, params.wgate[...], jnp.float32).reshape(b, s, -1)
-    pooled = pool_pairs(value, gate, _pending_row(pending, plan.slots, plan.start))
-    # every read of the old rows happens above: the ring is overwritten only now
-    pending = _store_pending(pending, value, gate, plan)
+    # read once: a second read, fused elsewhere, would not be ordered before the update
+    previous = jax.lax.optimization_barrier(_pending_row(pending, plan.slots, plan.start))
+    pooled = pool_pairs(value, gate, previous)
+    pending = _store_pending(pending, value, gate, previous, plan)
     pooled = pooled.reshape(-1, pooled.shape[-1]).astype(u.dtype)
     return rms_norm(pooled, params.norm[...], c.rms_norm_eps), pending
 
