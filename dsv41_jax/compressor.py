@@ -34,8 +34,8 @@ def _pending_row(pending, slots, start):
 
 
 def _store_pending(pending, value, gate, previous, plan: StepPlan):
-    """The ring with the chunk's rows, and the row before it written back as it was: so the update depends on the read, and
-    XLA, which orders by data alone, need not copy the ring to keep the old rows for it."""
+    """The ring with the chunk's rows, and the row before it written back as it was: so the update depends on
+    the read, and XLA, which orders by data alone, need not copy the ring to keep the old rows for it."""
     slots, ring = pending.shape[:2]
     at = jnp.where(plan.pending_store, plan.row_slots, slots)
     # a chunk that may reach round the ring to that row does not write it back: one row never has two writers

@@ -66,7 +66,9 @@ def prompt(length: int, seed: int, vocab: int = 318) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, vocab, length).astype(np.int32)
 
 
-def page_tables(rows, c: ModelConfig, columns: int = COLUMNS, shuffle: int | None = None, rest: int = 0, pages: int = 48):
+def page_tables(
+    rows, c: ModelConfig, columns: int = COLUMNS, shuffle: int | None = None, rest: int = 0, pages: int = 48
+):
     """Tables for requests that own `rows[b]` pages: i32[B, columns] per tag, ids handed out from 1 on, `rest` beyond.
 
     shuffle: seed of an independent permutation of the physical ids for every pool tag; None = ascending, shared.
@@ -144,9 +146,8 @@ def generate(steps: Steps, prompts, slots, tables, count: int, state: State | No
 
 
 def poisoned(state: State) -> State:
-    """A state in which everything that no live request may read is poison: NaN (0xFF in records: NaN scales and payload),
-    absurd registers."""
-
+    """A state in which everything that no live request may read is poison: NaN (0xFF in records: NaN scales
+    and payload), absurd registers."""
 
     def poison(x):
         return jnp.full_like(x, 0xFF if x.dtype == jnp.uint8 else jnp.nan if x.dtype == jnp.float32 else 12345)
@@ -154,7 +155,9 @@ def poisoned(state: State) -> State:
     return jax.tree.map(poison, state)
 
 
-def visible(state: State, slot: int, length: int, tables: PageTables, row: int, c: ModelConfig) -> dict[str, np.ndarray]:
+def visible(
+    state: State, slot: int, length: int, tables: PageTables, row: int, c: ModelConfig
+) -> dict[str, np.ndarray]:
     """Everything of a request at `length` committed tokens that a later step can read, by name, in stored form."""
     out = {}
     recent = np.arange(max(0, length - c.sliding_window + 1), length)
@@ -189,5 +192,3 @@ def _entries(state: State, layer, n: int, tables: PageTables, row: int):
     else:
         picked = key_page[np.arange(n), at]
     return {f"global_{layer.index}": pool[page, at], f"index_{layer.index}": picked}
-
-

@@ -1,7 +1,8 @@
-"""Codecs and record layouts, bit for bit against ml_dtypes and numpy (spec/model.md section 4; spec/decode.md section 1).
+"""Codecs and record layouts, bit for bit against ml_dtypes and numpy (spec/model.md section 4; spec/decode.md
+section 1).
 
-Every rounding decision is tried exhaustively: each midpoint of a format and its two float32 neighbours, each power-of-two
-boundary of a scale and its two neighbours. The expected bytes never come from the code under test.
+Every rounding decision is tried exhaustively: each midpoint of a format and its two float32 neighbours, each
+power-of-two boundary of a scale and its two neighbours. The expected bytes never come from the code under test.
 """
 
 import jax.numpy as jnp
@@ -268,7 +269,8 @@ def test_record_layouts():
 
 
 def test_index_pages_are_planar():
-    """Entry e of a page of 4: payload at e*16, scale at 4*16 + e. Slot -1 writes nothing, nor does any other byte move."""
+    """Entry e of a page of 4: payload at e*16, scale at 4*16 + e. Slot -1 writes nothing, nor does any other
+    byte move."""
     pages, per_page, dim = 3, 4, 32
     pool = np.full((pages, per_page * codecs.index_record_bytes(dim)), 0xAB, U8)
     x = np.random.default_rng(0).standard_normal((5, dim)).astype(F32)
@@ -293,7 +295,9 @@ def test_global_and_window_stores_skip_negative_slots():
     want[1, 1], want[1, 3] = np.asarray(codecs.encode_global(x))[[0, 2]]
     np.testing.assert_array_equal(got, want)
     ring = np.full((2, 8, codecs.window_record_bytes(32)), 0xAB, U8)
-    got = np.asarray(cache.store_window(jnp.asarray(ring), x, np.array([1, -1, 0], np.int32), np.array([17, 3, 8], np.int32)))
+    got = np.asarray(
+        cache.store_window(jnp.asarray(ring), x, np.array([1, -1, 0], np.int32), np.array([17, 3, 8], np.int32))
+    )
     want = ring.copy()
     want[1, 1], want[0, 0] = np.asarray(codecs.encode_window(x))[[0, 2]]
     np.testing.assert_array_equal(got, want)

@@ -34,7 +34,9 @@ def full(precision: str) -> dict[str, np.ndarray]:
 def stepwise(precision: str) -> dict[str, np.ndarray]:
     """13 tokens, then one a step; drafts of every anchor but in `released`, for which no bound is stated."""
     ids = golden_data.inputs()["input_ids"]
-    return score(params(), CONFIG, ids, prefill=golden_data.PREFILL, precision=precision, drafts=precision != "released")
+    return score(
+        params(), CONFIG, ids, prefill=golden_data.PREFILL, precision=precision, drafts=precision != "released"
+    )
 
 
 def both_passes(precision: str):
@@ -111,8 +113,8 @@ def test_float32_cache():
 
 
 def test_released():
-    """argmax on 85 % of the positions, no more: the recording rounds the accumulator of every FP8 and FP4 product to bf16
-    after each 32 channels (an artefact of its emulation of the GPU kernels; tests/reference has it as
+    """argmax on 85 % of the positions, no more: the recording rounds the accumulator of every FP8 and FP4
+    product to bf16 after each 32 channels (an artefact of its emulation of the GPU kernels; tests/reference has it as
     `released_bf16_blocks`), while the specification, and this model, keep fp32 over all blocks."""
     for ours, theirs in both_passes("released"):
         assert np.isfinite(ours).all()
