@@ -23,6 +23,7 @@ from dsv41_jax.step import DecodeBatch, PrefillBatch, Steps
 GROUP = 8  # prompts decoded together
 CHUNK = 64  # default prompt tokens of one request in a prefill step
 PAGE_TOKENS = 128
+END_IDS = 4
 
 
 @dataclasses.dataclass
@@ -78,7 +79,8 @@ def generate(
     net = Network(config, geometry, by_name(precision), options or DecodeOptions())
     steps = Steps(net, params, gamma)
     results = [GenerationResult() for _ in prompts]
-    widths = max(len(s.stop_ids) for s in per_request) + 1, max(len(s.logit_bias) for s in per_request)
+    # at least END_IDS columns, so that a stop id more or less compiles nothing again
+    widths = max(END_IDS, *(len(s.stop_ids) + 1 for s in per_request)), max(len(s.logit_bias) for s in per_request)
     for first in range(0, len(prompts), size):
         group = range(first, min(first + size, len(prompts)))
         _Group(steps, prompts, per_request, results, group, max_new_tokens, context, widths, on_token).run(rows)

@@ -1,4 +1,4 @@
-"""Prompt in, tokens out, on the tiny preset: batches, chunks, drafts, stops, errors."""
+"""Prompt in, tokens out, on a small network: batches, chunks, drafts, stops, errors."""
 
 import functools
 
@@ -7,9 +7,9 @@ import pytest
 from dsv41_jax import checkpoint
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.generate import generate
-from dsv41_jax.make_checkpoint import make_checkpoint
-from dsv41_jax.presets import TINY
 from dsv41_jax.sampling import SamplingParams
+from reference import random_weights
+from reference.geometries import GEOMETRIES
 
 PROMPTS = [[5, 9, 200, 31], [77], list(range(3, 22))]
 NEW = 12
@@ -17,7 +17,8 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = make_checkpoint(TINY, tmp_path_factory.mktemp("tiny") / "checkpoint", seed=1)
+    folder = tmp_path_factory.mktemp("small")
+    random_weights.write_checkpoint(folder, GEOMETRIES["all_kinds"], seed=1)
     return checkpoint.load(folder, progress=False), ModelConfig.from_file(folder)
 
 
@@ -60,25 +61,25 @@ def test_stop_ids_end_the_output_and_are_kept(run, model):
     tokens = run(PROMPTS, sampling=GREEDY, precision="float32", chunk=3)[0].token_ids
     stop = tokens[4]
     stopped = SamplingParams(ignore_eos=True, stop_ids=(stop,))
-    out = generate(params, config, [PROMPTS[0]], max_new_tokens=NEW, sampling=stopped, precision="float32", chunk=3)[0]
+    out = generate(params, config, PROMPTS, max_new_tokens=NEW, sampling=stopped, precision="float32", chunk=3)[0]
     assert out.finish_reason == "stop"
     assert out.token_ids == tokens[: tokens.index(stop) + 1]
 
 
 def test_output_ends_at_the_context(run, model):
     params, config = model
-    want = run(PROMPTS, sampling=GREEDY, precision="float32", chunk=3)[0].token_ids
-    out = generate(params, config, [PROMPTS[0]], max_new_tokens=NEW, sampling=GREEDY, precision="float32", chunk=3,
-                   max_context=len(PROMPTS[0]) + 5)[0]  # fmt: skip
+    want = run(PROMPTS, sampling=GREEDY, precision="float32", chunk=3)[2].token_ids
+    out = generate(params, config, PROMPTS, max_new_tokens=NEW, sampling=GREEDY, precision="float32", chunk=3,
+                   max_context=len(PROMPTS[2]) + 5)[2]  # fmt: skip
     assert (out.finish_reason, out.token_ids) == ("context", want[:5])
 
 
 def test_callback_sees_every_token_in_order(model):
     params, config = model
-    seen = {0: [], 1: []}
-    results = generate(params, config, PROMPTS[:2], max_new_tokens=5, sampling=GREEDY, chunk=3, precision="float32",
+    seen = {0: [], 1: [], 2: []}
+    results = generate(params, config, PROMPTS, max_new_tokens=5, sampling=GREEDY, chunk=3, precision="float32",
                        on_token=lambda r, ids: seen[r].extend(ids))  # fmt: skip
-    assert [seen[0], seen[1]] == [r.token_ids for r in results]
+    assert list(seen.values()) == [r.token_ids for r in results]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +87,10 @@ def test_callback_sees_every_token_in_order(model):
     [
         ([], {}, "prompts: expected at least one"),
         ([[1], []], {}, "prompt 1: expected at least one token"),
-        ([[1, 512]], {}, "prompt 0: expected ids 0..511, got 512 at position 1"),
+        ([[1, 320]], {}, "prompt 0: expected ids 0..319, got 320 at position 1"),
         ([[1]], {"chunk": 0}, "chunk: expected >= 1"),
         ([[1] * 40], {"max_context": 40}, "prompt 0: expected fewer tokens than the context of 40"),
-        ([[1]], {"max_context": 5000}, "max_context: expected 1..4096"),
+        ([[1]], {"max_context": 5000}, "max_context: expected 1..512"),
         ([[1]], {"gamma": 6}, "gamma: expected 0..5"),
         ([[1]], {"precision": "fp8"}, "precision: expected one of"),
         ([[1]], {"sampling": [GREEDY] * 2}, "sampling: expected one per prompt"),
@@ -109,6 +110,6 @@ def test_a_poisoned_weight_ends_the_request_with_an_error(model):
     poisoned = jax.tree.unflatten(treedef, leaves)
     poisoned.embed[...] = np.asarray(params.embed[...]).copy()
     poisoned.embed[...] = poisoned.embed[...].at[77].set(np.nan)
-    out = generate(poisoned, config, [[77], [5, 9]], max_new_tokens=4, sampling=GREEDY, precision="float32", chunk=3)
+    out = generate(poisoned, config, [[77], [5, 9], [8] * 19], max_new_tokens=4, sampling=GREEDY, precision="float32", chunk=3)
     assert out[0].finish_reason == "error" and out[0].token_ids == []
     assert out[1].finish_reason == "length" and len(out[1].token_ids) == 4
