@@ -40,7 +40,7 @@ class Peaks:
 def _git(*args: str) -> str | None:
     root = pathlib.Path(__file__).resolve().parents[1]
     try:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(root), *args], check=False, capture_output=True, text=True, timeout=10)
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -49,7 +49,8 @@ def _git(*args: str) -> str | None:
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")[0].strip() or None
+        done = subprocess.run(query, check=False, capture_output=True, text=True, timeout=20)
+        return done.stdout.split("\n")[0].strip() or None
     except OSError:
         return None
 
