@@ -9,7 +9,7 @@ from dsv41_jax import indexer, rope
 from dsv41_jax.cache import store_window
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.indexer import Candidates, Selection
+from dsv41_jax.indexer import Selection
 from dsv41_jax.linear import HIGHEST, fp8_linear, fp8_matmul, quantise_input, rms_norm
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Attention
@@ -18,6 +18,7 @@ from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import LayerSpec
 from pallas_kernels import codecs
 from pallas_kernels.sparse_attention.api import sparse_attention
+from pallas_kernels.sparse_plan.api import SparsePlan
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class Carry:
     """What layers hand down within one step: the newest selection and the published candidates."""
 
     selection: Selection | None = None
-    candidates: Candidates | None = None
+    candidates: SparsePlan | None = None
 
 
 def project_front(

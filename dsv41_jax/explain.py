@@ -14,6 +14,7 @@ from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
 from pallas_kernels.sinkhorn import api as sinkhorn
 from pallas_kernels.sparse_attention import api as sparse_attention
+from pallas_kernels.sparse_plan import api as sparse_plan
 
 
 def _bf16(*shape):
@@ -66,6 +67,9 @@ def explain_operators(
         "sparse_attention": lambda: sparse_attention.explain(
             *shapes.attention(), window=c.sliding_window, scale=c.head_dim**-0.5, window_start=None, window_end=None,
             arch=arch),
+        "sparse_plan": lambda: sparse_plan.explain(
+            _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows), key_count=shapes.capacity,
+            k=c.candidate_topk_blocks, count=_i32(shapes.rows), block_size=c.candidate_block_size, arch=arch),
     }  # fmt: skip
     return {op: _explain(op, call, options) for op, call in auto.items()}
 

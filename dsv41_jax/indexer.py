@@ -17,18 +17,7 @@ from pallas_kernels import codecs
 from pallas_kernels.candidate_blocks.api import candidate_blocks
 from pallas_kernels.index_score.api import index_score, index_score_blocks
 from pallas_kernels.select_tokens.api import select_tokens
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Candidates:
-    """Candidate blocks published by the candidate source, and the plan made of them once for all its consumers.
-
-    blocks i32[T, K]: ascending block ids as a prefix; padded with the last valid id. end i32[T]: compact columns to scan.
-    """
-
-    blocks: jax.Array
-    end: jax.Array
+from pallas_kernels.sparse_plan.api import SparsePlan, sparse_plan
 
 
 @jax.tree_util.register_dataclass
@@ -65,20 +54,6 @@ def head_weights(
     return (w.astype(jnp.float32) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)).astype(u.dtype)
 
 
-def plan_candidates(
-    ids,  # i32[T, K] ascending prefix, -1 padded
-    count,  # i32[T]
-    visible,  # i32[T]
-    block_size: int,
-) -> Candidates:
-    """The compact scan plan of spec/decode.md section 3: tail padded with the last valid id, end = columns to scan."""
-    last = jnp.take_along_axis(ids, jnp.maximum(count - 1, 0)[:, None], 1)
-    last = jnp.where(count[:, None] > 0, last, 0)
-    blocks = jnp.where(ids < 0, last, ids)
-    tail = jnp.clip(visible - last[:, 0] * block_size, 0, block_size)
-    return Candidates(blocks, jnp.where(count > 0, (count - 1) * block_size + tail, 0))
-
-
 def select(
     layer: LayerSpec,
     q,  # dtype[T, I, J]
@@ -87,11 +62,11 @@ def select(
     plan: StepPlan,
     ratio: RatioPlan,
     global_pool,
-    candidates: Candidates | None,
+    candidates: SparsePlan | None,
     c: ModelConfig,
     options: DecodeOptions,
-) -> tuple[Selection, Candidates | None]:
-    """Score, publish candidates where the layer does, select.
+) -> tuple[Selection, SparsePlan | None]:
+    """Score, publish candidate blocks (as the plan that all their consumers share) where the layer does, select.
 
     A restricted layer scans only the candidate blocks. When the page table cannot hold more entries than the candidate
     blocks cover, the restriction is the identity and the dense score is used: a choice by static capacity.
@@ -99,16 +74,19 @@ def select(
     b, s = plan.shape
     visible = ratio.visible
     if layer.restricted and candidates is not None:
-        logits = index_score_blocks(q, weights, index_pool, ratio.index_table, candidates.blocks, candidates.end,
+        logits = index_score_blocks(q, weights, index_pool, ratio.index_table, candidates.sparse_indices, candidates.end,
                                     block_size=c.candidate_block_size, impl=options.impl("index_score_blocks"))  # fmt: skip
-        indices = select_tokens(logits, candidates.end, k=c.index_topk, block_ids=candidates.blocks, causal=visible,
+        indices = select_tokens(logits, candidates.end, k=c.index_topk, block_ids=candidates.sparse_indices, causal=visible,
                                 block_size=c.candidate_block_size, impl=options.impl("select_tokens"))  # fmt: skip
     else:
-        logits = index_score(q, weights, index_pool, ratio.index_table, visible, impl=options.impl("index_score"))
+        # columns beyond a row's visible entries stay unwritten: both readers are bounded by `visible`
+        logits = index_score(q, weights, index_pool, ratio.index_table, visible, fill=False,
+                             impl=options.impl("index_score"))  # fmt: skip
         indices = select_tokens(logits, visible, k=c.index_topk, impl=options.impl("select_tokens"))
         if layer.publishes_candidates and logits.shape[1] > c.candidate_topk_blocks * c.candidate_block_size:
             ids, count = candidate_blocks(logits, visible, k_blocks=c.candidate_topk_blocks,
                                           block_size=c.candidate_block_size, impl=options.impl("candidate_blocks"))  # fmt: skip
-            candidates = plan_candidates(ids, count, visible, c.candidate_block_size)
+            candidates = sparse_plan(ids, visible, key_count=logits.shape[1], k=c.candidate_topk_blocks, count=count,
+                                     block_size=c.candidate_block_size, impl=options.impl("sparse_plan"))  # fmt: skip
     slots = entry_slots(ratio.table, indices.reshape(b, -1), global_pool.shape[1], global_pool.shape[0])
     return Selection(indices, slots.reshape(b, s, -1)), candidates

@@ -159,7 +159,7 @@ def forward(
                 if layer.scores:
                     taps[f"topk_{layer.index}"] = carry.selection.indices
                 if layer.publishes_candidates and carry.candidates is not None:
-                    taps["candidate_blocks"] = carry.candidates.blocks
+                    taps["candidate_blocks"] = carry.candidates.sparse_indices
                     taps["candidate_end"] = carry.candidates.end
     with jax.named_scope("final_norm"):
         hidden = rms_norm(hyper.collapse(streams, pre), params.norm[...], c.rms_norm_eps)

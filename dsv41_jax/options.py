@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 OPERATORS = ("candidate_blocks", "experts", "index_score", "index_score_blocks", "router", "select_tokens",
-             "sinkhorn", "sparse_attention")  # fmt: skip
+             "sinkhorn", "sparse_attention", "sparse_plan")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
