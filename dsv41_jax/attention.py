@@ -78,7 +78,7 @@ def output_projection(
     wo_a = codecs.dequantize_weight_fp8(params.wo_a.weight[...], params.wo_a.scale[...], o.dtype)
     wo_a = wo_a.reshape(groups, c.o_lora_rank, -1)
     z = jnp.einsum("tgi,goi->tgo", o, wo_a, precision=HIGHEST, preferred_element_type=jnp.float32)
-    return fp8_linear(z.astype(o.dtype).reshape(t, -1), params.wo_b, p)
+    return fp8_linear(codecs.rounded(z, o.dtype).reshape(t, -1), params.wo_b, p)
 
 
 def attention(

@@ -10,6 +10,7 @@ from dsv41_jax.linear import matmul, rms_norm
 from dsv41_jax.params import Attention, Compressor
 from dsv41_jax.plan import RatioPlan, StepPlan
 from dsv41_jax.precision import Precision
+from pallas_kernels import codecs
 
 
 def pool_pairs(
@@ -63,7 +64,7 @@ def latents(
     previous = jax.lax.optimization_barrier(_pending_row(pending, plan.slots, plan.start))
     pooled = pool_pairs(value, gate, previous)
     pending = _store_pending(pending, value, gate, previous, plan)
-    pooled = pooled.reshape(-1, pooled.shape[-1]).astype(u.dtype)
+    pooled = codecs.rounded(pooled.reshape(-1, pooled.shape[-1]), u.dtype)
     return rms_norm(pooled, params.norm[...], c.rms_norm_eps), pending
 
 

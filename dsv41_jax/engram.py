@@ -150,7 +150,7 @@ def gate(
     d *= jax.lax.rsqrt(jnp.mean(x * x, -1) + c.rms_norm_eps) * jax.lax.rsqrt(jnp.mean(key * key, -1) + c.rms_norm_eps)
     d *= h**-0.5
     g = jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(d), 1e-6)), d))
-    return (x + g[..., None] * value[:, None]).astype(streams.dtype)
+    return codecs.rounded(x + g[..., None] * value[:, None], streams.dtype)
 
 
 def lookup(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import HIGHEST
 from dsv41_jax.params import HyperSite
+from pallas_kernels import codecs
 from pallas_kernels.sinkhorn.api import sinkhorn
 
 
@@ -36,7 +37,7 @@ def collapse(
     pre,  # f32[T, M]
 ):
     """dtype[T, H]: the sublayer input, one weighted sum of the streams."""
-    return jnp.sum(pre[..., None] * streams.astype(jnp.float32), -2).astype(streams.dtype)
+    return codecs.rounded(jnp.sum(pre[..., None] * streams.astype(jnp.float32), -2), streams.dtype)
 
 
 def expand(
@@ -47,4 +48,4 @@ def expand(
 ):
     """dtype[T, M, H]: post[k] * y + sum_j comb[j, k] * streams[j], in fp32, rounded once."""
     mixed = jnp.einsum("tjk,tjh->tkh", comb, streams.astype(jnp.float32), precision=HIGHEST)
-    return (post[..., None] * y.astype(jnp.float32)[:, None] + mixed).astype(streams.dtype)
+    return codecs.rounded(post[..., None] * y.astype(jnp.float32)[:, None] + mixed, streams.dtype)

@@ -51,7 +51,7 @@ def head_weights(
 ):
     """dtype[T, I], signed, scaled by J^-0.5 * I^-0.5 (2^-6 at release, so exact)."""
     w = matmul(u, weight)
-    return (w.astype(jnp.float32) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)).astype(u.dtype)
+    return codecs.rounded(w.astype(jnp.float32) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5), u.dtype)
 
 
 def select(

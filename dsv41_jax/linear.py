@@ -18,7 +18,7 @@ def rms_norm(
     """x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded once to x's dtype."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+    return codecs.rounded(y * weight.astype(jnp.float32), x.dtype)
 
 
 def matmul(
@@ -30,7 +30,7 @@ def matmul(
     weight = weight.astype(x.dtype)
     y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST,
                             preferred_element_type=jnp.float32)  # fmt: skip
-    return y.astype(out_dtype or x.dtype)
+    return codecs.rounded(y, out_dtype or x.dtype)
 
 
 def quantise_input(

@@ -16,6 +16,7 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Block, Transformer
 from dsv41_jax.plan import Chunk, plan_step
 from dsv41_jax.precision import Precision
+from pallas_kernels import codecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ def forward(
             if layer.engram is not None:
                 streams = _engram(streams, layer_params.engram, rows[layer.engram], net)
             if layer.feature is not None:
-                target.append(jnp.mean(streams.astype(jnp.float32), 1).astype(p.dtype))
+                target.append(codecs.rounded(jnp.mean(streams.astype(jnp.float32), 1), p.dtype))
             if dump:
                 taps[f"streams_in_{layer.index}"] = streams
             streams, pre = block(

@@ -12,7 +12,7 @@ from dsv41_jax.linear import fp8_linear
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Experts, MoE
 from dsv41_jax.precision import Precision
-from pallas_kernels import registry
+from pallas_kernels import codecs, registry
 from pallas_kernels.experts.api import experts
 from pallas_kernels.router.api import fake_balance, router
 
@@ -83,6 +83,6 @@ def moe(
     with jax.named_scope("experts"):
         routed = exchange.run_experts(x, ids, weights, params.experts, run)
     with jax.named_scope("shared_expert"):
-        hidden = swiglu(fp8_linear(x, params.shared_w13, p), c.swiglu_limit).astype(x.dtype)
+        hidden = codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p), c.swiglu_limit), x.dtype)
         shared = fp8_linear(hidden, params.shared_w2, p)
-    return (routed + shared.astype(jnp.float32)).astype(x.dtype)
+    return codecs.rounded(routed + shared.astype(jnp.float32), x.dtype)

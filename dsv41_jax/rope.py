@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
+from pallas_kernels import codecs
 
 
 def frequencies(c: ModelConfig, compressed: bool) -> np.ndarray:
@@ -47,4 +48,4 @@ def rotate(
     re, im = tail[..., 0::2], tail[..., 1::2]
     sin = -sin if inverse else sin
     out = jnp.stack([re * cos - im * sin, re * sin + im * cos], -1).reshape(tail.shape)
-    return jnp.concatenate([head, out.astype(x.dtype)], -1)
+    return jnp.concatenate([head, codecs.rounded(out, x.dtype)], -1)

@@ -36,6 +36,23 @@ def round_up(a: int, b: int) -> int:
     return cdiv(a, b) * b
 
 
+def round_values(
+    x,  # f32[...]
+    dtype,
+):
+    """f32[...]: x with its values really rounded to `dtype`. XLA may drop a cast to bf16 that is cast back later in the
+    same program (its "excess precision"), but never a reduce_precision."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if jnp.dtype(dtype) == jnp.bfloat16 else x
+
+
+def rounded(
+    x,  # f32[...]
+    dtype,
+):
+    """dtype[...]: x really rounded. Every rounding point of the reference goes through here."""
+    return round_values(x, dtype).astype(dtype)
+
+
 def _bits(x):
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 

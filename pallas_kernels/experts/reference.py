@@ -7,7 +7,7 @@ without a dequantised copy of the weights.
 import jax
 import jax.numpy as jnp
 
-from ..codecs import dequantize_fp8, dequantize_weight_mxfp4, quantize_fp8
+from ..codecs import dequantize_fp8, dequantize_weight_mxfp4, quantize_fp8, round_values, rounded
 
 
 def qdq_fp8(x):
@@ -47,12 +47,12 @@ def expert_mlp(x, w, w13, s13, w2, s2, *, limit: float, full_precision: bool):
     dtype = jnp.float32 if full_precision else jnp.bfloat16
     f = w2.shape[-1] * 2
     h = _matmul(x, dequantize_weight_mxfp4(w13, s13, dtype), full_precision)
-    h = h.astype(dtype).astype(jnp.float32)
-    t = swiglu(h[:, :f], h[:, f:], w, limit).astype(dtype)
+    h = round_values(h, dtype)
+    t = rounded(swiglu(h[:, :f], h[:, f:], w, limit), dtype)
     if not full_precision:
         t = qdq_fp8(t)
     y = _matmul(t, dequantize_weight_mxfp4(w2, s2, dtype), full_precision)
-    return y.astype(dtype).astype(jnp.float32)
+    return round_values(y, dtype)
 
 
 def experts(x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released"):

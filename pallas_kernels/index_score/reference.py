@@ -56,11 +56,6 @@ def gather_keys(
     return jnp.where(allocated[..., None], keys, 0).astype(dtype), allocated
 
 
-def _round(x, dtype):
-    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA may drop it to keep more precision."""
-    return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
-
-
 def weighted_scores(
     q,  # bf16|f32[..., heads, J]
     weights,  # same dtype [..., heads]
@@ -70,8 +65,8 @@ def weighted_scores(
     dtype = weights.dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = jnp.einsum("...hj,...nj->...hn", q, keys, precision=precision, preferred_element_type=jnp.float32)
-    term = jnp.maximum(_round(dot, dtype), 0) * weights[..., None].astype(jnp.float32)
-    score = jnp.sum(_round(term, dtype), axis=-2).astype(dtype)
+    term = jnp.maximum(codecs.round_values(dot, dtype), 0) * weights[..., None].astype(jnp.float32)
+    score = jnp.sum(codecs.round_values(term, dtype), axis=-2).astype(dtype)
     return jnp.where(score == 0, jnp.zeros((), dtype), score)  # also turns -0 into +0
 
 

@@ -13,11 +13,6 @@ from pallas_kernels import codecs
 EMPTY_MAX = -1e30  # running maximum of a row without keys: its exponentials are 0, never NaN
 
 
-def rounded(x, dtype):
-    """Round f32 to the values of `dtype`. A pair of casts would not do: XLA may drop it to keep more precision."""
-    return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
-
-
 def _decoded(pool, rows, decode, dim, dtype):
     """Gather records `rows` i32[..., K] of pool [n, bytes or D] -> dtype[..., K, D]; rows outside are unspecified."""
     records = jnp.take(pool, rows, axis=0, mode="clip")
@@ -79,9 +74,9 @@ def attend(
     peak = jnp.maximum(jnp.max(logits, -1, keepdims=True), EMPTY_MAX)
     p = jnp.exp(logits - peak)
     denominator = jnp.sum(p, -1) + jnp.exp(sink.astype(jnp.float32) - peak[..., 0])
-    p = rounded(p, q.dtype).astype(q.dtype)
+    p = codecs.round_values(p, q.dtype).astype(q.dtype)
     out = jnp.einsum("...nk,...kd->...nd", p, keys, precision=precision, preferred_element_type=jnp.float32)
-    return rounded(out / denominator[..., None], q.dtype).astype(q.dtype)
+    return codecs.round_values(out / denominator[..., None], q.dtype).astype(q.dtype)
 
 
 def inverse_rope(
