@@ -138,10 +138,10 @@ def decode(steps: Steps, state: State, slots, tables, count: int, sampling=None)
     return state, rows
 
 
-def generate(steps: Steps, prompts, slots, tables, count: int, state: State | None = None, rows: int = 13):
+def generate(steps: Steps, prompts, slots, tables, count: int, state: State | None = None, sampling=None):
     """`count` greedy tokens after every prompt -> [lists], empty for padding rows."""
-    state, first = prefill(steps, blank_state(steps) if state is None else state, prompts, slots, tables, rows)
-    _, more = decode(steps, state, slots, tables, count - 1)
+    state, first = prefill(steps, blank_state(steps) if state is None else state, prompts, slots, tables)
+    _, more = decode(steps, state, slots, tables, count - 1, sampling)
     return [[int(f), *m][:count] if p is not None else [] for f, m, p in zip(first, more, prompts, strict=True)]
 
 
