@@ -98,9 +98,9 @@ def test_float32_cache(name, close):
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_released(name):
-    """bf16 activations: float32 sums in another order flip bf16 and FP8 roundings, and these random models amplify a flip
-    through loud experts to the size of the logits. So: the first layer's cache byte for byte but for such flips, and far
-    more equal argmaxes than the one in 250 or more that chance would give."""
+    """bf16 activations: float32 sums in another order flip bf16 and FP8 roundings, and these random models amplify
+    a flip through loud experts to the size of the logits. So: the first layer's cache byte for byte but for such
+    flips, and far more equal argmaxes than the one in 250 or more that chance would give."""
     got, want = ours(name, "released", chunk=LENGTH, dump=True), theirs(name, "released")
     assert np.isfinite(got["logits"]).all()
     assert (got["window_kv_ring_0"] == want["window_kv_ring_0"]).mean() >= 0.99

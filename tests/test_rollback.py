@@ -72,15 +72,14 @@ def planned(plans):
 
 
 def nothing_accepted():
-    """Every draft is id 0, which these models never choose (`clean` asserts that): one token a step, by the program
-    of a verify step."""
-    return planned(np.zeros((3, PLAN_WIDTH), np.int32))
+    """Every draft is -1, which no model chooses: one token a step, by the program of a verify step."""
+    return planned(np.full((3, PLAN_WIDTH), -1, np.int32))
 
 
 @pytest.fixture(scope="module")
 def clean():
     """Plain decoding. In `released` it is a verify step that accepts nothing: XLA sums products of one row and of
-    six in different orders on a CPU, a bf16 or FP8 rounding falls the other way, and a random model's next token with it."""
+    six in different orders on a CPU, a bf16 or FP8 rounding falls the other way, and a random model's token with it."""
     made = {}
 
     def run(precision: str) -> Clean:
