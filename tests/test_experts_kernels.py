@@ -95,7 +95,9 @@ def test_hopper_kernel_compiles_to_register_wgmma_without_spills(name, rows):
 @needs_compiler
 @pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
 def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
-    pytest.importorskip("jax_triton")
+    # not importorskip: jax_triton imports only beside a CUDA plugin, which the compiling process has and this one has not
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax-triton is not installed")
     got = deviceless.compile_for(target, FACTORY, "verify_balanced:blackwell").matching("experts_")
     assert len(got.kernels) == 2 and got.spill_bytes == 0
     assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
