@@ -7,8 +7,8 @@ memory map in blocks, in their stored formats, and only the rows that the rank o
 
 import contextlib
 import dataclasses
-import json
 import pathlib
+import zipfile
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
+from dsv41_jax.json_files import read_json
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.safetensors_io import Entry, MappedFile, SafetensorsError, read_header
 from dsv41_jax.tensors import IGNORED_PREFIXES, IGNORED_SUFFIXES, Source, released_tensors
@@ -146,7 +147,7 @@ def list_tensors(folder) -> Listing:
 
 def _read_index(path, problems) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         if not all(isinstance(v, str) and pathlib.PurePath(v).name == v for v in weight_map.values()):
             raise ValueError("weight_map must name files of the folder")
         return weight_map
@@ -207,6 +208,8 @@ def _read_token_map(folder: pathlib.Path, c: ModelConfig) -> tuple[np.ndarray | 
     try:
         if (folder / TOKEN_MAP).is_file():
             ids = np.load(folder / TOKEN_MAP, allow_pickle=False)
+            if not isinstance(ids, np.ndarray):
+                raise ValueError("expected one .npy array, got an archive")
         elif (folder / "tokenizer.json").is_file():
             from dsv41_jax.tokenizer import Tokenizer, derive_token_map
 
@@ -214,7 +217,7 @@ def _read_token_map(folder: pathlib.Path, c: ModelConfig) -> tuple[np.ndarray | 
             ids = derive_token_map(Tokenizer.from_folder(folder).raw, c.vocab_size)
         else:
             return None, [f"neither {TOKEN_MAP} nor tokenizer.json: engram needs one of them"]
-    except (OSError, ValueError, EOFError) as e:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
         return None, [f"{name}: {e}"]
     return ids, [f"{name}: {p}" for p in token_map_problems(ids, c)]
 
@@ -238,10 +241,19 @@ def checkpoint_problems(folder, config: ModelConfig) -> list[str]:
 def _check(folder: pathlib.Path, c: ModelConfig) -> tuple[list[str], Listing, np.ndarray | None]:
     listing = list_tensors(folder)
     problems = list(listing.problems)
-    if listing.tensors:
+    # files that cannot be read are the whole story of the tensors in them
+    if listing.tensors or not problems:
         problems += _tensor_problems(listing, released_tensors(c))
-    token_map, map_problems = _read_token_map(folder, c) if folder.is_dir() else (None, [])
+    if not folder.is_dir() or _other_vocabulary(listing, c):
+        return problems, listing, None
+    token_map, map_problems = _read_token_map(folder, c)
     return problems + map_problems, listing, token_map
+
+
+def _other_vocabulary(listing: Listing, c: ModelConfig) -> bool:
+    """Whether the stored embedding says that vocab_size, which sizes the token map, is wrong."""
+    held = listing.tensors.get("embed.weight")
+    return held is not None and held[1].shape[:1] != (c.vocab_size,)
 
 
 def _validated(folder, config, ranks, rank):

@@ -5,6 +5,7 @@ Errors are one line on stderr and exit code 2; results go to stdout or to files 
 
 import argparse
 import os
+import signal
 import sys
 
 PRECISION_NAMES = ("released", "float32_cache", "float32")
@@ -19,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 if a request failed while it ran, 2 for bad input, 130
     when interrupted. DSV41_TRACEBACK=1 lets the exceptions behind exit code 2 through."""
     args = _parser().parse_args(argv)
+    if argv is None:  # as a program: being told to end cleans up like any other end
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = args.run(args)
         sys.stdout.flush()
@@ -29,11 +32,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dsv41: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as e:
-        if os.environ.get("DSV41_TRACEBACK") == "1":
+    except (ValueError, OSError, MemoryError, RuntimeError) as e:
+        if os.environ.get("DSV41_TRACEBACK") == "1" or not _of_the_input(e):
             raise
         print(f"dsv41: error: {_one_line(e)}", file=sys.stderr)
         return 2
+
+
+def _of_the_input(e: Exception) -> bool:
+    """Whether an exception tells the user something; RuntimeError does where the device's memory is not enough."""
+    return not isinstance(e, RuntimeError) or str(e).startswith("RESOURCE_EXHAUSTED")
 
 
 def _one_line(e: Exception) -> str:
@@ -77,6 +85,7 @@ def _at_least(low: int):
             raise argparse.ArgumentTypeError(f"expected >= {low}, got {value}")
         return value
 
+    parse.__name__ = "int"  # argparse names it in its message
     return parse
 
 

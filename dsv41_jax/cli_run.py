@@ -7,11 +7,13 @@ import pathlib
 import sys
 import tempfile
 import time
+import zipfile
 
 import numpy as np
 
 from dsv41_jax import checkpoint
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.json_files import parse_json
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.tokenizer import Tokenizer, TokenizerError, check_prompt
 
@@ -43,7 +45,7 @@ def score(args) -> None:
     config = _config(args.checkpoint)
     try:
         ids = np.load(args.ids, allow_pickle=False)
-    except (ValueError, EOFError) as e:
+    except (ValueError, EOFError, zipfile.BadZipFile) as e:
         raise ValueError(f"{args.ids}: not a .npy array ({e})") from None
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{args.ids}: expected one .npy array, got an archive")
@@ -94,7 +96,12 @@ def _prompts(args, folder, tokenizer: Tokenizer | None) -> list[tuple[str, list[
     if args.prompt is not None:
         return [("--prompt", _encode("--prompt", args.prompt, folder, tokenizer))]
     out = []
-    for number, line in enumerate(pathlib.Path(args.prompts).read_text().splitlines(), 1):
+    try:
+        text = pathlib.Path(args.prompts).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{args.prompts}: expected UTF-8, got byte {e.object[e.start]:#04x} at offset {e.start}") from None
+    # not splitlines(): JSON strings may hold U+2028 and the like as they are
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             label = f"{args.prompts}:{number}"
             out.append((label, _prompt_line(label, line, folder, tokenizer)))
@@ -105,7 +112,7 @@ def _prompts(args, folder, tokenizer: Tokenizer | None) -> list[tuple[str, list[
 
 def _prompt_line(label: str, line: str, folder, tokenizer) -> list[int]:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
     except ValueError as e:
         raise ValueError(f"{label}: not JSON ({e})") from None
     if not isinstance(raw, dict) or len(raw.keys() & {"prompt", "prompt_ids"}) != 1:
@@ -125,7 +132,10 @@ def _encode(label: str, text: str, folder, tokenizer: Tokenizer | None) -> list[
         raise ValueError(f"{label}: the prompt is empty")
     if tokenizer is None:
         raise TokenizerError(f"{folder}: no tokenizer.json, so text prompts are not possible (give token ids)")
-    return tokenizer.encode(text)
+    try:
+        return tokenizer.encode(text)
+    except TokenizerError as e:
+        raise TokenizerError(f"{label}: {e}") from None
 
 
 def _check_request(label: str, ids: list[int], args, c: ModelConfig) -> None:
@@ -245,12 +255,16 @@ def _writable(path) -> None:
         raise FileNotFoundError(f"{path}: its folder does not exist or cannot be written")
     if pathlib.Path(path).is_dir():
         raise IsADirectoryError(f"{path}: is a folder")
+    if pathlib.Path(path).exists() and not pathlib.Path(path).is_file():
+        raise ValueError(f"{path}: expected a file or a new name, got a device or pipe, which must not be replaced")
 
 
 @contextlib.contextmanager
 def whole_file(path, mode: str = "wb"):
-    """A file that takes its name only if the block ends well; otherwise nothing is left of it."""
-    path = pathlib.Path(path)
+    """A file that takes its name only if the block ends well; otherwise nothing is left of it. A link stays one: the file
+    that it leads to is replaced."""
+    _writable(path)
+    path = pathlib.Path(os.path.realpath(path))
     _writable(path)
     f = tempfile.NamedTemporaryFile(mode, prefix=f".{path.name}.", dir=path.parent, delete=False)
     try:

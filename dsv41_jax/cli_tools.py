@@ -1,6 +1,7 @@
 """The commands that run nothing: inspect and make-checkpoint (see `cli`)."""
 
 import json
+import math
 import sys
 
 from dsv41_jax.config import ModelConfig
@@ -11,8 +12,8 @@ def make_checkpoint(args) -> None:
     """`dsv41 make-checkpoint`. Raises ValueError or OSError for bad input; then nothing is left on the disk."""
     from dsv41_jax.make_checkpoint import make_checkpoint as write
 
-    if args.shard_gb <= 0:
-        raise ValueError(f"--shard-gb: expected > 0, got {args.shard_gb}")
+    if not 0 < args.shard_gb < math.inf:
+        raise ValueError(f"--shard-gb: expected > 0 and finite, got {args.shard_gb}")
     config = _preset(args.preset) if args.preset else ModelConfig.from_file(args.config)
     path = write(config, args.out, seed=args.seed, shard_bytes=int(args.shard_gb * 1e9))
     size = sum(f.stat().st_size for f in path.iterdir())

@@ -4,9 +4,10 @@ Both spellings are read: the nested HF `text_config` and the flat names of the r
 """
 
 import dataclasses
-import json
+import math
 import pathlib
 
+from dsv41_jax.json_files import read_json
 from dsv41_jax.schedule import ConfigError, LayerSpec, derive_schedule
 
 # flat inference/config.json name -> ours (the HF text_config name, where it has one)
@@ -137,6 +138,10 @@ class ModelConfig:
         """From a parsed config.json, nested (`text_config`) or flat. Unknown keys are ignored; missing ones are errors
         except where the release leaves them at a default. Raises ConfigError."""
         flat = dict(raw)
+        for name in ("text_config", "rope_scaling"):
+            nested = (flat.get("text_config") or {}) if name == "rope_scaling" else flat
+            if not isinstance(nested.get(name, {}), dict | None):
+                raise ConfigError(name, nested[name], "must be an object")
         flat.update(flat.pop("text_config", None) or {})
         scaling = flat.pop("rope_scaling", None)
         if scaling is not None:
@@ -166,8 +171,8 @@ class ModelConfig:
         path = pathlib.Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as e:
+            raw = read_json(path)
+        except ValueError as e:
             raise ConfigError(str(path), "not JSON", f"must parse: {e}") from e
         if not isinstance(raw, dict):
             raise ConfigError(str(path), type(raw).__name__, "must be a JSON object")
@@ -204,14 +209,18 @@ def _convert(name, annotation, value):
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     try:
         if text.startswith("tuple"):
-            return tuple(int(v) for v in value)
-        if text == "float":
-            return float(value)
-        if isinstance(value, bool) or int(value) != value:
-            raise TypeError
-        return int(value)
-    except (TypeError, ValueError):
+            if not isinstance(value, list | tuple):
+                raise TypeError
+            return tuple(_integer(v) for v in value)
+        return float(value) if text == "float" else _integer(value)
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(name, value, f"must be {text}") from None
+
+
+def _integer(value) -> int:
+    if isinstance(value, bool) or int(value) != value:
+        raise TypeError
+    return int(value)
 
 
 def _check_geometry(c: ModelConfig) -> None:
@@ -222,6 +231,8 @@ def _check_geometry(c: ModelConfig) -> None:
     for f in dataclasses.fields(c):
         if f.type is int and not f.name.endswith("_id") and f.name not in ("num_nextn_predict_layers",):
             require(getattr(c, f.name) > 0, f.name, "must be positive")
+        if f.type is float:
+            require(0 < getattr(c, f.name) < math.inf, f.name, "must be positive and finite")
     for name in ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "index_head_dim", "o_lora_rank"):
         require(getattr(c, name) % 32 == 0, name, "must be a multiple of 32, the quantisation group")
     require(c.num_attention_heads % c.o_groups == 0, "o_groups", "must divide num_attention_heads")
@@ -232,6 +243,12 @@ def _check_geometry(c: ModelConfig) -> None:
     require(c.engram_head_dim % 32 == 0, "engram_head_dim", "must be a multiple of 32")
     require(len(c.engram_num_embeddings) == len(c.engram_layer_ids), "engram_num_embeddings",
             "must have one entry per engram layer")  # fmt: skip
+    if c.engram_layer_ids:
+        require(c.engram_max_ngram_size > 1, "engram_max_ngram_size", "must be at least 2, the shortest n-gram")
+        # checked before anybody looks for that many primes
+        rows = c.ngram_heads * c.engram_vocab_size
+        require(min(c.engram_num_embeddings) >= rows, "engram_num_embeddings",
+                f"must be at least {rows} rows a layer: n-gram sizes x heads x engram_vocab_size")  # fmt: skip
     for name in ("engram_pad_token_id", "bos_token_id", "eos_token_id", "pad_token_id"):
         require(0 <= getattr(c, name) < c.vocab_size, name, "must be a token id")
     if c.has_draft:

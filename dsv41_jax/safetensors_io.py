@@ -102,7 +102,9 @@ def _parse(path, text: bytes) -> dict:
 
     try:
         raw = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+    except SafetensorsError:
+        raise
+    except (ValueError, RecursionError) as e:  # bad UTF-8 and absurd numbers too
         raise SafetensorsError(path, f"corrupt header: not JSON ({e})") from None
     if not isinstance(raw, dict):
         raise SafetensorsError(path, "corrupt header: not a JSON object")
@@ -117,7 +119,7 @@ def _entry(path, name: str, spec, base: int) -> Entry:
     if not isinstance(spec, dict):
         raise SafetensorsError(path, f"corrupt header: {name} is not an object")
     dtype, shape, offsets = spec.get("dtype"), spec.get("shape"), spec.get("data_offsets")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SafetensorsError(path, f"{name}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise SafetensorsError(path, f"corrupt header: {name} has shape {shape!r}, data_offsets {offsets!r}")

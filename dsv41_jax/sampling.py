@@ -5,8 +5,8 @@ a pure function of (request seed, absolute position, purpose).
 """
 
 import dataclasses
-import json
 import math
+import numbers
 import pathlib
 from collections.abc import Sequence
 
@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41_jax.json_files import read_json_object
+
 DRAFT, ACCEPT, TARGET = 0, 1, 2  # purposes of a random number; TARGET serves first tokens, residuals and bonuses
+_F32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +42,21 @@ class SamplingParams:
     forced: bool = False
 
     def __post_init__(self):
+        for names, kind, rule in (
+            (("temperature", "top_p", "min_p"), numbers.Real, "a number"),
+            (("top_k", "seed", "min_tokens"), numbers.Integral, "an integer"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if isinstance(value, bool) or not isinstance(value, kind):
+                    raise ValueError(f"sampling: {name} expected {rule}, got {value!r}")
         checks = (
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, ">= 0"),
+            ("temperature", 0 <= self.temperature <= _F32_MAX, "a finite float32 >= 0"),
+            ("top_k", 0 <= self.top_k < 2**31, "in [0, 2^31)"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", 0 <= self.seed < 2**32, "in [0, 2^32)"),
-            ("min_tokens", self.min_tokens >= 0, ">= 0"),
+            ("min_tokens", 0 <= self.min_tokens < 2**30, "in [0, 2^30)"),
             ("logit_bias", all(v < math.inf for _, v in self.logit_bias), "values that are not NaN or +inf"),
         )
         for name, ok, rule in checks:
@@ -54,13 +65,21 @@ class SamplingParams:
 
     @classmethod
     def from_folder(cls, folder, **overrides) -> "SamplingParams":
-        """Defaults from the checkpoint's generation_config.json where there is one, `overrides` that are not None on top."""
+        """Defaults from the checkpoint's generation_config.json where there is one, `overrides` that are not None on top.
+        Raises ValueError (file, field, expected, got) for a file that is no JSON object or a default that is in use and
+        out of range."""
         path = pathlib.Path(folder) / "generation_config.json"
-        raw = json.loads(path.read_text()) if path.exists() else {}
+        raw = read_json_object(path) if path.exists() else {}
         values = {k: raw[k] for k in ("temperature", "top_k", "top_p", "min_p") if raw.get(k) is not None}
         if raw.get("do_sample") is False:
             values["temperature"] = 0.0
-        return cls(**(values | {k: v for k, v in overrides.items() if v is not None}))
+        overrides = {k: v for k, v in overrides.items() if v is not None}
+        values = {k: v for k, v in values.items() if k not in overrides}
+        try:
+            cls(**values)
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
+        return cls(**values, **overrides)
 
     @property
     def greedy(self) -> bool:
@@ -177,8 +196,9 @@ def target_log_probs(
 ):
     """f32[B, S, V]: log of the target distribution of stochastic rows: /temperature, min-p, top-k, top-p, normalised."""
     temperature = jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None, None]
-    x = logits / temperature
-    x = jnp.where(x >= jnp.max(x, -1, keepdims=True) + jnp.log(batch.min_p)[:, None, None], x, -jnp.inf)
+    # the largest becomes 0, so that no temperature makes two of them infinite
+    x = (logits - jnp.max(logits, -1, keepdims=True)) / temperature
+    x = jnp.where(x >= jnp.log(batch.min_p)[:, None, None], x, -jnp.inf)
     # stable: among equals the lowest id ranks first
     order = jnp.argsort(-x, -1, stable=True)
     ranked = jnp.take_along_axis(x, order, -1)

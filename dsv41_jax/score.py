@@ -39,6 +39,7 @@ def score(
     """
     ids = _check(config, ids, prefill, chunk, drafts)
     b, length = ids.shape
+    chunk = min(chunk, max(1, length - prefill))  # a step is never wider than what is left to score
     starts = ([(0, prefill)] if prefill else []) + [
         (s, min(chunk, length - s)) for s in range(prefill, length, chunk)
     ]

@@ -1,6 +1,5 @@
 """Text to ids and back, and the Engram token map that is derived from a tokenizer (spec/model.md section 10)."""
 
-import json
 import pathlib
 
 import numpy as np
@@ -8,6 +7,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.json_files import read_json_object
 
 _IMAGE_IDS = 5  # image spans of the release reserve this many ids from image_token_id on
 _REPLACEMENT = "\ufffd"
@@ -82,12 +82,12 @@ def _bos(path: pathlib.Path, raw: tokenizers.Tokenizer) -> int | None:
     if not path.is_file():
         return None
     try:
-        settings = json.loads(path.read_text())
-        token = settings.get("bos_token")
-    except (ValueError, AttributeError) as e:
-        raise TokenizerError(f"{path}: {e}") from None
+        settings = read_json_object(path)
+    except ValueError as e:
+        raise TokenizerError(str(e)) from None
     if not settings.get("add_bos_token", False):
         return None
+    token = settings.get("bos_token")
     token = token.get("content") if isinstance(token, dict) else token
     bos = raw.token_to_id(token) if isinstance(token, str) else None
     if bos is None:

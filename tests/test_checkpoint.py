@@ -235,6 +235,35 @@ def test_a_broken_index_is_refused(folder, text):
         load(folder)
 
 
+def test_an_index_or_file_without_tensors_misses_them_all(folder, no_allocation):
+    write_tensors(folder / SINGLE, {})
+    with pytest.raises(CheckpointError, match="norm.weight: missing"):
+        load(folder)
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="norm.weight: missing"):
+        load(folder)
+
+
+def test_another_vocabulary_is_refused_without_a_map_of_its_size(folder, no_allocation):
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["vocab_size"] = 10**14  # a map of it would take 400 TB
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / TOKEN_MAP).unlink()
+    with pytest.raises(CheckpointError, match=r"embed.weight: expected BF16 \[100000000000000, 128\], got BF16 \[512, 128\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["archive", "half an archive"])
+def test_a_token_map_that_is_no_array(folder, kind, no_allocation):
+    with (folder / TOKEN_MAP).open("wb") as f:
+        if kind == "archive":
+            np.savez(f, ids=np.zeros(512, np.int32))
+        else:
+            f.write(b"PK\x03\x04")
+    with pytest.raises(CheckpointError, match=f"{TOKEN_MAP}: "):
+        load(folder)
+
+
 def test_folders_that_hold_no_checkpoint(tmp_path, config):
     with pytest.raises(CheckpointError, match="no such folder"):
         load(tmp_path / "nowhere", config)

@@ -111,6 +111,11 @@ IMPOSSIBLE = [
     ("num_experts_per_tok", {"num_experts_per_tok": 17}, "must be <= n_routed_experts"),
     ("dspark_num_experts_per_tok", {"dspark_num_experts_per_tok": 9}, "must be <= dspark_n_routed_experts"),
     ("vocab_size", {"vocab_size": 0}, "must be positive"),
+    ("rope_theta", {"rope_theta": 0.0}, "must be positive and finite"),
+    ("rms_norm_eps", {"rms_norm_eps": float("nan")}, "must be positive and finite"),
+    ("routed_scaling_factor", {"routed_scaling_factor": float("inf")}, "must be positive and finite"),
+    ("engram_max_ngram_size", {"engram_max_ngram_size": 1}, "at least 2"),
+    ("engram_num_embeddings", {"engram_max_ngram_size": 10**6}, "at least 359999640 rows a layer"),
     ("engram_pad_token_id", {"engram_pad_token_id": 600}, "must be a token id"),
 ]  # fmt: skip
 
@@ -134,7 +139,12 @@ def test_impossible_geometries_name_the_field_the_value_and_the_rule(field, chan
         ({"rope_scaling": {"rope_type": "linear", "factor": 4}}, "rope_scaling.rope_type", "must be 'yarn'"),
         ({"hidden_size": 5120.5}, "hidden_size", "must be int"),
         ({"hidden_size": "wide"}, "hidden_size", "must be int"),
+        ({"hidden_size": float("inf")}, "hidden_size", "must be int"),
+        ({"rope_theta": 10**400}, "rope_theta", "must be float"),
         ({"compress_ratios": 3}, "compress_ratios", "must be tuple"),
+        ({"compress_ratios": "002"}, "compress_ratios", "must be tuple"),
+        ({"compress_ratios": [0.5] * 43}, "compress_ratios", "must be tuple"),
+        ({"rope_scaling": "yarn"}, "rope_scaling", "must be an object"),
         ({"vocab_size": True}, "vocab_size", "must be int"),
     ],
 )
@@ -146,6 +156,11 @@ def test_other_networks_and_wrong_types_are_refused(change, field, rule):
     assert e.value.field == field
 
 
+def test_a_text_config_that_is_no_object():
+    with pytest.raises(ConfigError, match="text_config = .*must be an object"):
+        ModelConfig.from_dict({"text_config": [1]})
+
+
 def test_missing_sizes_are_all_named():
     raw = FLASH.to_dict()
     del raw["text_config"]["hidden_size"], raw["text_config"]["q_lora_rank"]
@@ -153,9 +168,9 @@ def test_missing_sizes_are_all_named():
         ModelConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", ""])
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"", b"\xff", b"[" * 100_000], ids=["open", "list", "empty", "bytes", "deep"])
 def test_files_that_are_no_config(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ConfigError, match="config.json"):
         ModelConfig.from_file(tmp_path)
 

@@ -85,6 +85,8 @@ BROKEN = {
     "name twice": (lambda p: raw_file(p, b'{"x": 1, "x": 2}'), r"\['x'\] twice"),
     "no object": (lambda p: raw_file(p, {"x": 3}), "x is not an object"),
     "unknown dtype": (lambda p: raw_file(p, {"x": tensor(0, 4, "F4")}), "x: dtype 'F4' is not one of"),
+    "dtype that is a list": (lambda p: raw_file(p, {"x": tensor(0, 4, ["F32"])}), r"x: dtype \['F32'\] is not one of"),
+    "endless number": (lambda p: raw_file(p, b'{"x": ' + b"1" * 5000 + b"}"), "not JSON"),
     "negative shape": (lambda p: raw_file(p, {"x": tensor(0, 4, shape=[-4])}, b"1234"), "x has shape"),
     "offsets backwards": (lambda p: raw_file(p, {"x": tensor(4, 0, shape=[4])}, b"1234"), "data_offsets"),
     "offsets missing": (lambda p: raw_file(p, {"x": {"dtype": "U8", "shape": [4]}}, b"1234"), "data_offsets None"),

@@ -43,6 +43,15 @@ def test_target_distribution_equals_numpy(s):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("temperature", [2e-38, 1e-6, 3e38])
+def test_extreme_temperatures_give_a_distribution(temperature):
+    """Next to 0 it is the arg max, far up it is uniform; never NaN, also where logits divided by it overflow."""
+    s = SamplingParams(temperature=temperature)
+    logits = jnp.asarray([[[30.0, 31.0, -40.0, 29.0]]])
+    p = np.exp(sampling.target_log_probs(logits, pack_sampling([s], [0], eos=1)))[0, 0]
+    np.testing.assert_allclose(p, [0, 1, 0, 0] if temperature < 1 else [0.25] * 4, atol=1e-6)
+
+
 def test_ties_at_the_top_k_cut_keep_the_lowest_ids():
     s = SamplingParams(temperature=1.0, top_k=3)
     p = np.exp(sampling.target_log_probs(jnp.zeros((1, 1, 9)), pack_sampling([s], [0], eos=1)))
@@ -83,6 +92,7 @@ def test_categorical_follows_its_weights():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 2.0),
+     ("temperature", 1e39), ("temperature", "hot"), ("top_k", 1.5), ("top_k", 2**31), ("min_p", True),
      ("seed", -1), ("min_tokens", -1), ("logit_bias", ((3, float("nan")),))],
 )  # fmt: skip
 def test_bad_parameters_name_the_field(field, value):
