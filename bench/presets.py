@@ -6,6 +6,8 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_primes
 from dsv41_jax.presets import FLASH, TINY
 
+_UNKNOWN_ROWS = 1 << 40  # enough for any table, until the primes are known
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -26,7 +28,7 @@ class Workload:
 
 def with_engram_vocab(c: ModelConfig, size: int) -> ModelConfig:
     """The same geometry with smaller hashed tables: primes from `size` upwards."""
-    c = dataclasses.replace(c, engram_vocab_size=size)
+    c = dataclasses.replace(c, engram_vocab_size=size, engram_num_embeddings=(_UNKNOWN_ROWS,) * len(c.engram_layer_ids))
     return dataclasses.replace(c, engram_num_embeddings=tuple(sum(map(sum, p)) for p in engram_primes(c)))
 
 
@@ -67,7 +69,7 @@ def cut_layers(c: ModelConfig, n: int) -> ModelConfig:
         index_source_layer_ids=renumber(c.index_source_layer_ids),
         candidate_source_layer_id=place[c.candidate_source_layer_id],
         engram_layer_ids=renumber(c.engram_layer_ids),
-        engram_num_embeddings=tuple(0 for i in c.engram_layer_ids if i in place),
+        engram_num_embeddings=tuple(_UNKNOWN_ROWS for i in c.engram_layer_ids if i in place),
         dspark_target_layer_ids=tuple(range(n - len(c.dspark_target_layer_ids), n)),
     )
     return with_engram_vocab(c, c.engram_vocab_size)
