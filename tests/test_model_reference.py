@@ -87,7 +87,7 @@ def test_candidate_switch():
     np.testing.assert_allclose(dense, theirs(name, "float32", drafts=True)["logits"][:, :length], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name,close", [("all_kinds", 0.8), ("odd_sizes", 0.65), ("two_full2", 0.4)])
+@pytest.mark.parametrize("name,close", [("all_kinds", 0.85), ("odd_sizes", 0.65), ("two_full2", 0.4)])
 def test_float32_cache(name, close):
     """A value next to a rounding boundary may fall on the other side; from there a position differs by what one
     quantised step is worth, and so may all later ones: the more layers, the fewer positions stay clear of it."""
@@ -101,13 +101,15 @@ def test_float32_cache(name, close):
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_released(name):
     """bf16 activations: float32 sums in another order flip bf16 and FP8 roundings, and these random models amplify
-    a flip through loud experts to the size of the logits. So: the first layer's cache byte for byte but for such
-    flips, and far more equal argmaxes than the one in 250 or more that chance would give."""
+    a flip through loud experts to the size of the logits. So: byte for byte until the first flip (layer 0's window, and
+    its output where it reads no compressed entry), then close in the median, with most argmaxes equal."""
     got, want = ours(name, "released", chunk=LENGTH, dump=True), theirs(name, "released")
     assert np.isfinite(got["logits"]).all()
-    assert (got["window_kv_ring_0"] == want["window_kv_ring_0"]).mean() >= 0.99
-    assert same_argmax(got["logits"], want["logits"]) >= 0.5
-    assert np.median(np.abs(got["logits"] - want["logits"])) <= 0.5 * want["logits"].std()
+    np.testing.assert_array_equal(got["window_kv_ring_0"], want["window_kv_ring_0"])
+    if harness.config(name).layers[0].kind == "SWA":
+        assert (got["attn_out_0"] == want["attn_out_0"]).mean() >= 0.99
+    assert same_argmax(got["logits"], want["logits"]) >= 0.65
+    assert np.median(np.abs(got["logits"] - want["logits"])) <= 0.15 * want["logits"].std()
 
 
 def test_released_drafts():
@@ -115,6 +117,6 @@ def test_released_drafts():
     got = ours("all_kinds", "released", chunk=CHUNK, drafts=True)
     want = theirs("all_kinds", "released", drafts=True)
     np.testing.assert_array_equal(got["draft_ids"][:, ::APART, 0], want["draft_ids"][..., 0])
-    assert (got["draft_ids"][:, ::APART, 1] == want["draft_ids"][..., 1]).mean() >= 0.5
+    assert (got["draft_ids"][:, ::APART, 1] == want["draft_ids"][..., 1]).mean() >= 0.75
     first = np.abs(got["draft_logits"][:, ::APART, 0] - want["draft_logits"][:, :, 0])
-    assert np.median(first) <= 0.5 * want["draft_logits"].std()
+    assert np.median(first) <= 0.1 * want["draft_logits"].std()
