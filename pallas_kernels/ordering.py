@@ -7,6 +7,7 @@ found first and every element is then kept or dropped by comparing with it, ties
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KEY_MIN = -(2**31)
 
@@ -47,3 +48,11 @@ def compact(kept, k: int):
     column = jax.vmap(lambda r: jnp.searchsorted(r, wanted))(running).astype(jnp.int32)
     total = jnp.minimum(running[:, -1], k)
     return jnp.where(wanted <= total[:, None], column, -1), total
+
+
+def sample_scores(rng: np.random.Generator, rows: int, width: int, kind: str) -> np.ndarray:
+    """f32[rows, width] scores for tests and benchmarks: "random" normal ones, or "near_equal": three neighbouring bf16
+    values, so that any cut is a huge tie."""
+    if kind == "random":
+        return rng.standard_normal((rows, width), np.float32)
+    return 1 + rng.integers(0, 3, (rows, width)).astype(np.float32) / 128

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..ordering import sample_scores
+
 
 @dataclasses.dataclass(frozen=True)
 class CandidateSpec:
@@ -35,10 +37,7 @@ class CandidateSpec:
     def make_inputs(self, seed: int):
         """(positional, keyword) arguments of `candidate_blocks` except k_blocks and flags."""
         rng = np.random.default_rng(seed)
-        if self.kind == "random":
-            scores = rng.standard_normal((self.rows, self.width), np.float32)
-        else:
-            scores = 1 + rng.integers(0, 3, (self.rows, self.width)).astype(np.float32) / 128
+        scores = sample_scores(rng, self.rows, self.width, self.kind)
         live = self.width if self.visible is None else self.visible
         return (jnp.asarray(scores, jnp.bfloat16), jnp.full((self.rows,), live, jnp.int32)), {}
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..ordering import sample_scores
 from .reference import SlotMap
 
 
@@ -43,10 +44,7 @@ class SelectSpec:
     def make_inputs(self, seed: int):
         """(positional, keyword) arguments of `select_tokens` except k, on the default device."""
         rng = np.random.default_rng(seed)
-        if self.kind == "random":
-            scores = rng.standard_normal((self.rows, self.width), np.float32)
-        else:
-            scores = 1 + rng.integers(0, 3, (self.rows, self.width)).astype(np.float32) / 128
+        scores = sample_scores(rng, self.rows, self.width, self.kind)
         live = self.width if self.end is None else self.end
         end = np.full(self.rows, live, np.int32)
         kwargs = {}
