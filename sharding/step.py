@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from dsv41_jax.model import Network
 from dsv41_jax.params import Transformer, flat_paths
+from dsv41_jax.sampling import SamplingBatch
 from dsv41_jax.step import Steps, _forward_logits, mtp_step, prefill_step
 from sharding.exchange import GatherExchange
 from sharding.mesh import mesh_ranks
@@ -102,7 +103,7 @@ def stack_ranks(batches: Sequence):
     """One batch (DecodeBatch, PrefillBatch, Chunk, SamplingBatch, ...) of host arrays from one per rank, rank 0 first.
 
     Raises ValueError if their shapes differ: every rank pads to the same rows."""
-    flat = [jax.tree.flatten(b) for b in batches]
+    flat = [jax.tree.flatten(b) for b in _share_draws(batches)]
     if any(treedef != flat[0][1] for _, treedef in flat):
         raise ValueError("stack_ranks: expected batches of one structure")
     out = []
@@ -112,6 +113,14 @@ def stack_ranks(batches: Sequence):
             raise ValueError(f"stack_ranks: expected arrays of one shape on all ranks, got {sorted(shapes)}")
         out.append(np.concatenate([np.asarray(x) for x in leaves]))
     return jax.tree.unflatten(flat[0][1], out)
+
+
+def _share_draws(batches: Sequence) -> list:
+    """The batches with `draws` set in all if it is set in any: the ranks run one executable."""
+    is_sampling = lambda x: isinstance(x, SamplingBatch)
+    draws = any(is_sampling(x) and x.draws for b in batches for x in jax.tree.leaves(b, is_leaf=is_sampling))
+    share = lambda x: dataclasses.replace(x, draws=draws) if is_sampling(x) else x
+    return [jax.tree.map(share, b, is_leaf=is_sampling) for b in batches]
 
 
 def of_rank(tree, rank: int, ranks: int):
