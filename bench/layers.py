@@ -1,12 +1,12 @@
 """Where a decode step's time goes: attention by layer class, and everything else, from a profiler trace of the real step.
 
-    python -m bench.decode --preset flash-rank --profile DIR --hlo step.hlo --out decode.json
-    python -m bench.layers --trace DIR --hlo step.hlo --decode decode.json --out bench/results/layers.json
+    python -m bench.decode --preset flash-rank --profile DIR --out decode.json
+    python -m bench.layers --trace DIR --decode decode.json --out bench/results/layers.json
 
-Every kernel of the trace is looked up in the compiled step's HLO, whose instructions carry the model's named scopes. The
+Every kernel of the trace is looked up in the traced step's HLO, whose instructions carry the model's named scopes. The
 attention interval of a layer is the reference's: after the input mHC and norm, to the end of the output projection
-(spec/decode.md section 5). What no kernel covers is the gap; parts and gap add up to the traced step, and the traced step
-is compared with the one measured without a profiler.
+(spec/decode.md section 5). The parts add up to the time in which a kernel runs; what the step measured without a
+profiler takes beyond that is its gaps. The traced step is launched kernel by kernel, so its own gaps are larger.
 """
 
 import argparse
@@ -116,9 +116,8 @@ def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
         layer = _LAYER.search("/" + scope)
         if layer and layer.group(3) in _ATTENTION:
             layers[int(layer.group(1)), layer.group(2)] += e.duration * share / steps / 1e3
-    parts["gaps"] = span - busy
     return {
-        "step_us": round(span, 2),
+        "traced_step_us": round(span, 2),
         "busy_us": round(busy, 2),
         "parts_us": {k: round(v, 2) for k, v in sorted(parts.items(), key=lambda kv: -kv[1])},
         "kernels": {k: round(n / steps, 1) for k, n in sorted(kernels.items(), key=lambda kv: -kv[1])},
@@ -143,8 +142,7 @@ def attention_classes(layers: dict[tuple[int, str], float]) -> dict:
 
 def main(argv=None) -> dict:
     p = argparse.ArgumentParser(prog="bench.layers", description=__doc__.split("\n\n")[0])
-    p.add_argument("--trace", required=True, help="folder that bench.decode --profile wrote")
-    p.add_argument("--hlo", required=True, help="file that bench.decode --hlo wrote, of the same run")
+    p.add_argument("--trace", required=True, type=pathlib.Path, help="folder that bench.decode --profile wrote")
     p.add_argument("--decode", required=True, help="JSON of the same run")
     p.add_argument("--steps", type=int, default=4, help="steps in the trace")
     p.add_argument("--out", metavar="FILE")
@@ -153,14 +151,14 @@ def main(argv=None) -> dict:
     events = read_trace(args.trace)
     if not events:
         raise SystemExit(f"bench.layers: {args.trace} holds no GPU kernels of the step")
-    out = attribute(events, scopes_of(pathlib.Path(args.hlo).read_text()), args.steps)
+    out = attribute(events, scopes_of((args.trace / "step.hlo").read_text()), args.steps)
     measured = run["result"]["step_ms"] * 1e3
+    out["parts_us"]["gaps"] = round(measured - out["busy_us"], 2)
     out = {
         "benchmark": "layers",
         "environment": run["environment"],
         "protocol": run["protocol"],
         "measured_step_us": measured,
-        "traced_over_measured": round(out["step_us"] / measured, 4),
         **out,
     }
     if args.out:
@@ -172,9 +170,10 @@ def main(argv=None) -> dict:
 
 
 def _print(out: dict) -> None:
-    print(f"step {out['step_us']:.0f} us traced, {out['measured_step_us']:.0f} us measured, busy {out['busy_us']:.0f} us")
+    step = out["measured_step_us"]
+    print(f"step {step:.0f} us measured, busy {out['busy_us']:.0f} us; {out['traced_step_us']:.0f} us traced kernel by kernel")
     for part, us in out["parts_us"].items():
-        print(f"  {part:32s} {us:10.1f} us  {100 * us / out['step_us']:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
+        print(f"  {part:32s} {us:10.1f} us  {100 * us / step:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
     for kind, row in out["attention"]["classes"].items():
         print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
 

@@ -181,6 +181,11 @@ class Steps:
         self._forward = compiled(_forward_logits, self._treedef, net=net, dump=False)
         self._forward_dump = compiled(_forward_logits, self._treedef, net=net, dump=True)
 
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """The parameters as `lower_decode`'s executable takes them."""
+        return self._leaves
+
     def reload(self, params: Transformer) -> None:
         """Replace the parameters; shapes and dtypes must match, so nothing is compiled again. Raises ValueError."""
         leaves, treedef = jax.tree.flatten(params)
