@@ -60,6 +60,7 @@ OPERATORS = (
     Operator("candidate_blocks", ("k_blocks", "flags")),
     Operator("sparse_plan", ("key_count", "k", "kind")),
     Operator("router", ("k", "scale"), tolerance=1e-5),
+    Operator("sinkhorn", ("iterations", "eps"), tolerance=1e-5),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),
     Operator("index_score", ("fill",), tolerance=2e-2, tflops=1500.0),
     Operator("index_score", ("block_size",), tolerance=2e-2, tflops=1500.0, function="index_score_blocks",

@@ -1,0 +1,34 @@
+"""The operator benchmark: it knows every operator, and one run on the CPU writes what a result needs."""
+
+import json
+
+import pytest
+
+from bench import operators
+from dsv41_jax.options import OPERATORS
+
+
+def test_every_operator_of_the_step_has_a_benchmark():
+    known = {o.function or o.name for o in operators.OPERATORS}
+    assert set(OPERATORS) - known == {"experts"}  # bench.experts: one set of weights is 1.8 GB
+
+
+def test_sinkhorn_runs_and_writes_its_floor(tmp_path):
+    path = tmp_path / "operators.json"
+    operators.main(["sinkhorn", "--spec", "verify", "--out", str(path)])
+    got = json.loads(path.read_text())
+    (record,) = got["results"]  # the kernel does not take a CPU
+    assert (record["operator"], record["spec"]["rows"], record["implementation"]) == ("sinkhorn", 384, "reference")
+    assert record["equals_definition"] and record["bytes"] == 2 * 4 * 384 * 4 * 4
+    assert record["min_us"] <= record["median_us"] <= record["max_us"]
+    assert record["ratio"] == pytest.approx(record["median_us"] / record["floor_us"], rel=1e-2)
+    assert record["floor_us"] == pytest.approx(
+        max(record["bytes"] / got["peaks"]["copy_gbps"] * 1e-3, record["flops"] / got["peaks"]["bf16_tflops"] * 1e-6), rel=1e-2
+    )
+    assert {"device", "versions", "commit", "utc"} <= set(got)
+
+
+def test_unknown_operator_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        operators.main(["sinkhron"])
+    assert "sinkhron" in capsys.readouterr().err
