@@ -29,6 +29,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--batch", type=int, help="requests (flash-rank: 64)")
     p.add_argument("--context", type=int, help="tokens of every request before the round (flash-rank: 32768)")
+    p.add_argument("--capacity", type=int, help="tokens of every page table (default: context + 1024; tiny: + 256)")
     p.add_argument("--gamma", type=int, default=5, help="drafts per step, 0..5; 0 = plain decoding")
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,operator=name...] beside auto")
     p.add_argument("--fake-balance", action="store_true", help="balanced routing whatever the router says")
@@ -151,9 +152,11 @@ def check_outputs(rounds: list[Round], batch: int, gamma: int) -> None:
 
 
 class Bench:
-    """One workload, built and compiled on the default device."""
+    """One workload, built and compiled on the default device.
 
-    def __init__(self, args, watch: CompileWatch):
+    params: parameters of another Bench of the same network, instead of new ones."""
+
+    def __init__(self, args, watch: CompileWatch, params=None):
         import jax
 
         from bench import presets, synthetic
@@ -164,7 +167,9 @@ class Bench:
         from dsv41_jax.step import DecodeBatch, Steps
 
         self.args = args
-        self.workload = w = presets.workload(args.preset, layers=args.layers, batch=args.batch, context=args.context)
+        self.workload = w = presets.workload(
+            args.preset, layers=args.layers, batch=args.batch, context=args.context, capacity=args.capacity
+        )
         if args.steps * (args.gamma + 1) > w.headroom:
             raise ValueError(f"steps: expected at most {w.headroom // (args.gamma + 1)} a round, got {args.steps}")
         columns = -(-w.capacity // w.page_tokens)
@@ -172,7 +177,7 @@ class Bench:
         start = time.perf_counter()
         options = decode_options(args)
         self.shuffled = takes_shuffled_experts(options)
-        params = synthetic.random_parameters(w.config, args.seed, self.shuffled)
+        self.params = params = params or synthetic.random_parameters(w.config, args.seed, self.shuffled)
         self.state = synthetic.random_state(w.config, self.geometry, w.context, args.seed)
         jax.block_until_ready((params, self.state))
         self.made_s = time.perf_counter() - start

@@ -102,8 +102,16 @@ def tiny() -> Workload:
 PRESETS = {"tiny": tiny, "flash-rank": flash_rank}
 
 
-def workload(preset: str, *, layers: int | None = None, batch: int | None = None, context: int | None = None) -> Workload:
-    """A preset with its cuts applied and said in the notes. Raises ValueError for unknown names and impossible cuts."""
+def workload(
+    preset: str,
+    *,
+    layers: int | None = None,
+    batch: int | None = None,
+    context: int | None = None,
+    capacity: int | None = None,
+) -> Workload:
+    """A preset with its cuts applied and said in the notes. capacity: tokens that the page tables hold, at least the
+    preset's headroom beyond the context. Raises ValueError for unknown names and impossible cuts."""
     if preset not in PRESETS:
         raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {preset!r}")
     w = PRESETS[preset]()
@@ -111,6 +119,12 @@ def workload(preset: str, *, layers: int | None = None, batch: int | None = None
         note = f"cut to {layers} of {w.config.num_hidden_layers} layers"
         w = dataclasses.replace(w, config=cut_layers(w.config, layers), notes=(*w.notes, note))
     w = dataclasses.replace(w, batch=batch or w.batch, context=context or w.context)
+    if capacity is not None:
+        if capacity < w.capacity:
+            raise ValueError(f"capacity: expected at least context + {w.headroom} = {w.capacity}, got {capacity}")
+        if capacity > w.config.max_position_embeddings:
+            raise ValueError(f"capacity: expected at most {w.config.max_position_embeddings}, got {capacity}")
+        w = dataclasses.replace(w, headroom=capacity - w.context)
     if w.capacity > w.config.max_position_embeddings:
         raise ValueError(f"context: expected at most {w.config.max_position_embeddings - w.headroom}, got {w.context}")
     return w

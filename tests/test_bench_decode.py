@@ -62,9 +62,17 @@ def test_cut_keeps_the_layer_classes(layers):
 
 def test_workload_errors_name_the_field():
     for kwargs, word in (({"preset": "flsh"}, "preset"), ({"preset": "tiny", "layers": 2}, "layers"),
-                         ({"preset": "tiny", "context": 1 << 20}, "context")):  # fmt: skip
+                         ({"preset": "tiny", "context": 1 << 20}, "context"),
+                         ({"preset": "tiny", "capacity": 100}, "capacity"),
+                         ({"preset": "tiny", "capacity": 1 << 20}, "capacity")):  # fmt: skip
         with pytest.raises(ValueError, match=word):
             presets.workload(**kwargs)
+
+
+def test_capacity_widens_the_page_tables_alone():
+    w, wide = presets.workload("flash-rank"), presets.workload("flash-rank", capacity=1 << 20)
+    assert (w.capacity, wide.capacity, wide.context) == (33792, 1 << 20, w.context)
+    assert floors.step_floor(wide, 5, SPEC_PEAKS) == floors.step_floor(w, 5, SPEC_PEAKS)
 
 
 def test_random_parameters_fill_every_leaf_in_its_format():
