@@ -23,8 +23,9 @@ import time
 import numpy as np
 
 
-def parse(argv=None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(prog="bench.decode", description=__doc__.split("\n\n")[0])
+def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
+    """The flags of one workload and its protocol, which every bench of the whole step takes."""
+    p = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
     p.add_argument("--preset", default="tiny", help="tiny (CPU, seconds) or flash-rank (one full-size rank on one GPU)")
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--batch", type=int, help="requests (flash-rank: 64)")
@@ -37,9 +38,14 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=2, help="rounds before the measured ones")
     p.add_argument("--rounds", type=int, default=3, help="measured rounds")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    return p
+
+
+def parse(argv=None) -> argparse.Namespace:
+    p = workload_parser("bench.decode", __doc__)
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
-    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)
 
 
@@ -177,7 +183,9 @@ class Bench:
         start = time.perf_counter()
         options = decode_options(args)
         self.shuffled = takes_shuffled_experts(options)
-        self.params = params = params or synthetic.random_parameters(w.config, args.seed, self.shuffled)
+        if params is None:
+            params = synthetic.random_parameters(w.config, args.seed, self.shuffled)
+        self.params = params
         self.state = synthetic.random_state(w.config, self.geometry, w.context, args.seed)
         jax.block_until_ready((params, self.state))
         self.made_s = time.perf_counter() - start
