@@ -198,16 +198,17 @@ class Bench:
         self.experts = params.layers[0].ffn.experts
         self.steps = Steps(self.net, params, args.gamma)
         print(f"weights and state made in {self.made_s:.1f} s", flush=True)
-        self.compiled, self.compile_s = self._compile()
-        self.hlo = self.compiled.as_text()
+        self.compile()
 
-    def _compile(self):
+    def compile(self) -> None:
+        """Compile `steps`: sets compiled, hlo and compile_s. Raises ValueError where an operator refuses the shapes."""
         start = time.perf_counter()
         lowered = self.steps.lower_decode(self.state, self.batch)
         traced = time.perf_counter()
         print(f"traced in {traced - start:.1f} s", flush=True)
-        compiled = lowered.compile()
-        return compiled, {"trace": round(traced - start, 2), "xla": round(time.perf_counter() - traced, 2)}
+        self.compiled = lowered.compile()
+        self.compile_s = {"trace": round(traced - start, 2), "xla": round(time.perf_counter() - traced, 2)}
+        self.hlo = self.compiled.as_text()
 
     def rewind(self) -> None:
         """Back to the context the protocol starts from; the pools keep what the last round wrote."""
