@@ -285,7 +285,7 @@ def protocol(bench: Bench) -> dict:
     options = decode_options(args)
     explained = explain_operators(w.config, options, batch=w.batch, context=w.capacity)
     if options.impl("experts") == "auto":  # asked about the weights as they are held
-        explained["experts"] = _explain_experts(bench)
+        explained["experts"] = explain_experts(bench.experts, w.config, w.batch * (args.gamma + 1))
     return {
         "preset": w.name,
         "layers": [s.kind for s in w.config.layers],
@@ -310,16 +310,15 @@ def protocol(bench: Bench) -> dict:
     }
 
 
-def _explain_experts(bench: Bench) -> dict[str, str]:
+def explain_experts(experts, c, rows: int) -> dict[str, str]:
+    """`explain` of the routed experts for their weights as they are held, in whichever order."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.experts import api
 
-    c, e = bench.workload.config, bench.experts
-    rows, k = bench.workload.batch * (bench.args.gamma + 1), c.num_experts_per_tok
-    shape = jax.ShapeDtypeStruct
-    weights = (shape(a[...].shape, a[...].dtype) for a in (e.w13, e.s13, e.w2, e.s2))
+    k, shape = c.num_experts_per_tok, jax.ShapeDtypeStruct
+    weights = (shape(a[...].shape, a[...].dtype) for a in (experts.w13, experts.s13, experts.w2, experts.s2))
     return api.explain(shape((rows, c.hidden_size), jnp.bfloat16), shape((rows, k), jnp.int32),
                        shape((rows, k), jnp.float32), *weights, swiglu_limit=c.swiglu_limit)  # fmt: skip
 

@@ -95,22 +95,25 @@ def _prompts(args, folder, tokenizer: Tokenizer | None) -> list[tuple[str, list[
         return [("--prompt-ids", args.prompt_ids)]
     if args.prompt is not None:
         return [("--prompt", _encode("--prompt", args.prompt, folder, tokenizer))]
-    out = []
+    return [(label, prompt_ids(label, line, folder, tokenizer)) for label, line in prompt_lines(args.prompts)]
+
+
+def prompt_lines(path) -> list[tuple[str, str]]:
+    """[(file:number, line)] of a JSONL file of prompts, empty lines left out. Raises ValueError for bytes that are no
+    UTF-8 or a file without a prompt, OSError."""
     try:
-        text = pathlib.Path(args.prompts).read_text(encoding="utf-8-sig")
+        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{args.prompts}: expected UTF-8, got byte {e.object[e.start]:#04x} at offset {e.start}") from None
+        raise ValueError(f"{path}: expected UTF-8, got byte {e.object[e.start]:#04x} at offset {e.start}") from None
     # not splitlines(): JSON strings may hold U+2028 and the like as they are
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            label = f"{args.prompts}:{number}"
-            out.append((label, _prompt_line(label, line, folder, tokenizer)))
+    out = [(f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not out:
-        raise ValueError(f"{args.prompts}: no prompts in it")
+        raise ValueError(f"{path}: no prompts in it")
     return out
 
 
-def _prompt_line(label: str, line: str, folder, tokenizer) -> list[int]:
+def prompt_ids(label: str, line: str, folder, tokenizer: Tokenizer | None) -> list[int]:
+    """The ids of one line of such a file. Raises ValueError (label, expected, got)."""
     try:
         raw = parse_json(line)
     except ValueError as e:
