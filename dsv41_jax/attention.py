@@ -17,6 +17,7 @@ from dsv41_jax.plan import StepPlan
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import LayerSpec
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_plan.api import SparsePlan
 
@@ -77,7 +78,9 @@ def output_projection(
     o = o.reshape(t, groups, -1)
     wo_a = codecs.dequantize_weight_fp8(params.wo_a.weight[...], params.wo_a.scale[...], o.dtype)
     wo_a = wo_a.reshape(groups, c.o_lora_rank, -1)
-    z = jnp.einsum("tgi,goi->tgo", o, wo_a, precision=HIGHEST, preferred_element_type=jnp.float32)
+    z = in_row_tiles(
+        lambda o: jnp.einsum("tgi,goi->tgo", o, wo_a, precision=HIGHEST, preferred_element_type=jnp.float32), o
+    )
     return fp8_linear(codecs.rounded(z, o.dtype).reshape(t, -1), params.wo_b, p)
 
 

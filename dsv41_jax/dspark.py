@@ -12,6 +12,7 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import fp8_linear, matmul, rms_norm
 from dsv41_jax.model import Network, block, head, initial_streams
 from dsv41_jax.params import Transformer
+from pallas_kernels.row_tiles import in_row_tiles
 from pallas_kernels.sparse_attention.api import sparse_attention
 
 
@@ -115,7 +116,7 @@ def _markov(params: Transformer, x, base, anchor, choose) -> Proposal:
             e = embed[jnp.clip(previous, 0, embed.shape[0] - 1)].astype(x.dtype)
             logits.append(base[:, i] + matmul(e, markov, jnp.float32))
             joint = jnp.concatenate([x[:, i].astype(jnp.float32), e.astype(jnp.float32)], -1)
-            confidence.append(jnp.sum(joint * weight[0], -1))
+            confidence.append(in_row_tiles(lambda j: jnp.sum(j * weight[0], -1), joint))
             previous = choose(logits[-1], i)
             tokens.append(previous)
     return Proposal(jnp.stack(tokens, 1), jnp.stack(logits, 1), jnp.stack(confidence, 1))

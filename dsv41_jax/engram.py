@@ -17,6 +17,7 @@ from dsv41_jax.params import Engram
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import ConfigError
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 ABSENT = -1  # history id of a position before the start of the text
 _MULTIPLIER_SEED = 10007
@@ -140,6 +141,10 @@ def gate(
     p: Precision,
 ):
     """dtype[T, M, H]: streams plus the gated value."""
+    return in_row_tiles(lambda s, e: _gate(s, e, params, c, p), streams, embedding)
+
+
+def _gate(streams, embedding, params: Engram, c: ModelConfig, p: Precision):
     t, m, h = streams.shape
     kv = fp8_linear(embedding, params.wkv, p)
     key = kv[:, : m * h].reshape(t, m, h).astype(jnp.float32)

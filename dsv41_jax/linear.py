@@ -6,31 +6,50 @@ import jax.numpy as jnp
 from dsv41_jax.params import Fp8Linear
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def rms_norm(
-    x,  # [..., D] any float
+    x,  # [T, D] any float
     weight,  # bf16[D] or f32[D]
     eps: float,
 ):
     """x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded once to x's dtype."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-    return codecs.rounded(y * weight.astype(jnp.float32), x.dtype)
+
+    def norm(x):
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+        return codecs.rounded(y * weight.astype(jnp.float32), x.dtype)
+
+    return in_row_tiles(norm, x)
 
 
 def matmul(
-    x,  # dtype[..., I]
+    x,  # dtype[T, I]
     weight,  # [O, I]
     out_dtype=None,
 ):
-    """x @ weight^T accumulated in fp32, rounded to out_dtype (x's dtype by default). fp32 operands never run as TF32."""
+    """[T, O]: x @ weight^T accumulated in fp32, rounded to out_dtype (x's dtype by default). fp32 operands never run as
+    TF32."""
     weight = weight.astype(x.dtype)
-    y = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST,
-                            preferred_element_type=jnp.float32)  # fmt: skip
+    y = in_row_tiles(lambda x: jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=HIGHEST,
+                                                   preferred_element_type=jnp.float32), x)  # fmt: skip
     return codecs.rounded(y, out_dtype or x.dtype)
+
+
+def split_matmul(
+    x,  # bf16[T, I]
+    weight,  # f32[O, I], O small
+):
+    """f32[T, 3 * O]: three parts whose sum is x @ weight^T to fp32 accuracy, the smallest last. On bf16 tensor cores: 24
+    significant bits are exactly three bf16 numbers, and fp32 products have no tensor core."""
+    top = codecs.rounded(weight, jnp.bfloat16)
+    rest = weight - top.astype(jnp.float32)
+    middle = codecs.rounded(rest, jnp.bfloat16)
+    low = codecs.rounded(rest - middle.astype(jnp.float32), jnp.bfloat16)
+    return matmul(x, jnp.concatenate([top, middle, low]), jnp.float32)
 
 
 def quantise_input(
@@ -44,7 +63,7 @@ def quantise_input(
 
 
 def fp8_matmul(
-    x,  # dtype[..., I], already through quantise_input
+    x,  # dtype[T, I], already through quantise_input
     weight,  # f8[O, I]
     scale,  # u8[ceil(O/32), ceil(I/32)]
 ):
@@ -54,9 +73,9 @@ def fp8_matmul(
 
 
 def fp8_linear(
-    x,  # dtype[..., I]
+    x,  # dtype[T, I]
     linear: Fp8Linear,
     p: Precision,
 ):
-    """dtype[..., O]: the FP8 linear of spec/model.md section 4."""
+    """dtype[T, O]: the FP8 linear of spec/model.md section 4."""
     return fp8_matmul(quantise_input(x, p), linear.weight[...], linear.scale[...])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.json_files import read_json_object
+from pallas_kernels.row_tiles import in_row_tiles
 
 DRAFT, ACCEPT, TARGET = 0, 1, 2  # purposes of a random number; TARGET serves first tokens, residuals and bonuses
 _F32_MAX = float(np.finfo(np.float32).max)
@@ -202,18 +203,30 @@ def target_log_probs(
     batch: SamplingBatch,
 ):
     """f32[B, S, V]: log of the target distribution of stochastic rows: /temperature, min-p, top-k, top-p, normalised."""
-    temperature = jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None, None]
+    b, s, v = logits.shape
+    temperature = jnp.where(batch.stochastic, batch.temperature, 1.0)
+    per_row = [jnp.repeat(x, s)[:, None] for x in (temperature, batch.min_p, batch.top_k, batch.top_p)]
+    return in_row_tiles(_log_probs, logits.reshape(b * s, v), *per_row).reshape(b, s, v)
+
+
+def _log_probs(
+    logits,  # f32[R, V]
+    temperature,  # f32[R, 1] > 0
+    min_p,  # f32[R, 1]
+    top_k,  # i32[R, 1]
+    top_p,  # f32[R, 1]
+):
     # the largest becomes 0, so that no temperature makes two of them infinite
     x = (logits - jnp.max(logits, -1, keepdims=True)) / temperature
-    x = jnp.where(x >= jnp.log(batch.min_p)[:, None, None], x, -jnp.inf)
+    x = jnp.where(x >= jnp.log(min_p), x, -jnp.inf)
     # stable: among equals the lowest id ranks first
     order = jnp.argsort(-x, -1, stable=True)
     ranked = jnp.take_along_axis(x, order, -1)
     rank = jnp.arange(x.shape[-1])
-    k = jnp.where(batch.top_k > 0, batch.top_k, x.shape[-1])[:, None, None]
+    k = jnp.where(top_k > 0, top_k, x.shape[-1])
     ranked = jnp.where(rank < k, ranked, -jnp.inf)
     probs = jax.nn.softmax(ranked, -1)
     before = jnp.cumsum(probs, -1) - probs
-    keep = (before < batch.top_p[:, None, None]) | (rank == 0)
+    keep = (before < top_p) | (rank == 0)
     keep = jnp.take_along_axis(keep & (rank < k), jnp.argsort(order, -1), -1)
     return jax.nn.log_softmax(jnp.where(keep, x, -jnp.inf), -1)

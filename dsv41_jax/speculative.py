@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dsv41_jax import sampling
 from dsv41_jax.sampling import ACCEPT, DRAFT, TARGET, SamplingBatch
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +76,8 @@ def _rejection(logits, draft_tokens, draft_logits, positions, agreed, greedy, ba
     p = sampling.target_log_probs(logits, batch)
     if gamma:
         temperature = jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None, None]
-        q = jax.nn.softmax(draft_logits / temperature, -1)
+        flat = (draft_logits / temperature).reshape(-1, draft_logits.shape[-1])
+        q = in_row_tiles(lambda x: jax.nn.softmax(x, -1), flat).reshape(draft_logits.shape)
         at = draft_tokens[..., None]
         p_d = jnp.exp(jnp.take_along_axis(p[:, :gamma], at, -1))[..., 0]
         q_d = jnp.take_along_axis(q, at, -1)[..., 0]

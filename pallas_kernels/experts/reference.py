@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..codecs import dequantize_fp8, dequantize_weight_mxfp4, quantize_fp8, round_values, rounded
+from ..row_tiles import in_row_tiles
 
 
 def qdq_fp8(x):
@@ -28,11 +29,11 @@ def swiglu(g, v, w, limit: float):
 
 def _matmul(x, w, full_precision: bool):
     """[T, I] x [O, I] -> f32[T, O]; bf16 operands are exact dequantised values, so their products are exact."""
-    return jax.lax.dot_general(
-        x, w, (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if full_precision else None,
-        preferred_element_type=jnp.float32,
+    precision = jax.lax.Precision.HIGHEST if full_precision else None
+    product = lambda x: jax.lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
+    return in_row_tiles(product, x)
 
 
 def expert_mlp(x, w, w13, s13, w2, s2, *, limit: float, full_precision: bool):

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 CHUNK_ELEMENTS = 1 << 26  # per-head products held at once; beyond it requests are scored in turn
+KEY_TILE = 64
 
 
 def geometry(index_pool, dim: int) -> tuple[int, int]:
@@ -71,8 +73,28 @@ def weighted_scores(
 
 
 def _by_request(function, operands, elements: int):
-    """Map `function` over the leading (request) axis, as many requests at once as CHUNK_ELEMENTS allows."""
-    return jax.lax.map(function, operands, batch_size=max(1, min(CHUNK_ELEMENTS // max(elements, 1), 64)))
+    """Map `function` over the leading (request) axis, as many requests at once as CHUNK_ELEMENTS allows; on a CPU one at
+    a time (row_tiles.py)."""
+    batch = max(1, min(CHUNK_ELEMENTS // max(elements, 1), 64))
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=lambda *x: jax.lax.map(function, x),
+        default=lambda *x: jax.lax.map(function, x, batch_size=batch),
+    )
+
+
+def _dense_scores(
+    q,  # [S, heads, J]
+    weights,  # [S, heads]
+    keys,  # [n, J]
+):
+    """[S, n]; on a CPU a row and KEY_TILE keys at a time, so that a score depends neither on S nor on the capacity n."""
+
+    def one_row(x):
+        return in_row_tiles(lambda k: weighted_scores(*x, k), keys, rows=KEY_TILE)
+
+    return jax.lax.platform_dependent(q, weights, cpu=lambda *x: jax.lax.map(one_row, x),
+                                      default=lambda q, w: weighted_scores(q, w, keys))  # fmt: skip
 
 
 def index_score(q, head_weights, index_pool, table, visible, *, fill: bool = True):
@@ -88,7 +110,7 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill: bool = Tru
     def one_request(operands):
         q, weights, table, visible = operands  # [S, heads, J], [S, heads], i32[C], i32[S]
         keys, _ = gather_keys(index_pool, table, position, dim, weights.dtype)
-        scores = weighted_scores(q, weights, keys)
+        scores = _dense_scores(q, weights, keys)
         return jnp.where(position < visible[:, None], scores, -jnp.inf).astype(weights.dtype)
 
     operands = (
@@ -112,7 +134,7 @@ def index_score_blocks(q, head_weights, index_pool, table, block_ids, end, *, bl
         q, weights, table, ids, end = operands  # [S, heads, J], [S, heads], i32[C], i32[S, Kb], i32[S]
         position = ids[:, column // block_size] * block_size + column % block_size
         keys, _ = gather_keys(index_pool, jnp.broadcast_to(table, (span, *table.shape)), position, dim, weights.dtype)
-        scores = weighted_scores(q, weights, keys)
+        scores = in_row_tiles(weighted_scores, q, weights, keys)
         return jnp.where(column < end[:, None], scores, -jnp.inf).astype(weights.dtype)
 
     operands = (

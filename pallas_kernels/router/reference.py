@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from ..row_tiles import in_row_tiles
+
 
 def scores(x, gate):
     """sqrt(softplus(x @ gate^T)) in fp32.
@@ -13,11 +15,11 @@ def scores(x, gate):
     """
     if x.dtype == gate.dtype == jnp.bfloat16:
         # Products of bf16 numbers are exact in fp32, so this equals the fp32 product the release computes.
-        z = jnp.einsum("th,eh->te", x, gate, preferred_element_type=jnp.float32)
+        z = in_row_tiles(lambda x: jnp.einsum("th,eh->te", x, gate, preferred_element_type=jnp.float32), x)
     else:
-        z = jnp.einsum(
-            "th,eh->te", x.astype(jnp.float32), gate.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-        )
+        gate = gate.astype(jnp.float32)
+        product = lambda x: jnp.einsum("th,eh->te", x, gate, precision=jax.lax.Precision.HIGHEST)
+        z = in_row_tiles(product, x.astype(jnp.float32))
     # logaddexp form: neither the underflow of log1p(exp(z)) below -16.6 nor its overflow above 88.
     return jnp.sqrt(jnp.maximum(z, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(z))))
 
@@ -31,8 +33,8 @@ def select(s, bias, k: int, scale: float):
     """
     _, ids = jax.lax.top_k(s + bias, k)
     w = jnp.take_along_axis(s, ids, axis=-1)
-    w = w / (jnp.sum(w, axis=-1, keepdims=True) + jnp.float32(1e-20))
-    return ids.astype(jnp.int32), w * jnp.float32(scale)
+    norm = lambda w: w / (jnp.sum(w, axis=-1, keepdims=True) + jnp.float32(1e-20))
+    return ids.astype(jnp.int32), in_row_tiles(norm, w) * jnp.float32(scale)
 
 
 def router(x, gate, bias, *, k: int, scale: float):

@@ -2,9 +2,15 @@
 
 import jax
 
+from ..row_tiles import in_row_tiles
+
 
 def sinkhorn(logits, *, iterations: int, eps: float):
     """See `api.sinkhorn`."""
+    return in_row_tiles(lambda x: _normalised(x, iterations, eps), logits)
+
+
+def _normalised(logits, iterations: int, eps: float):
     x = jax.nn.softmax(logits, -1) + eps
     x = x / (x.sum(-2, keepdims=True) + eps)
 

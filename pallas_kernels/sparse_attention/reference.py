@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 EMPTY_MAX = -1e30  # running maximum of a row without keys: its exponentials are 0, never NaN
 
@@ -131,5 +132,6 @@ def sparse_attention(
     valid = (positions >= 0) & ((slots >= 0) & (slots < window_pool.shape[0]))[:, None]
     mask = mask & valid[..., None]
     q = jnp.where(valid[..., None, None], q, 0)  # an invalid row's q may hold anything
-    out = inverse_rope(attend(q, keys, mask, sink, scale), cos, sin)
+    o = in_row_tiles(lambda q, k, m: attend(q, k, m, sink, scale), *(x.reshape(-1, *x.shape[2:]) for x in (q, keys, mask)))
+    out = inverse_rope(o.reshape(q.shape), cos, sin)
     return jnp.where(valid[..., None, None], out, 0)
