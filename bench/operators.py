@@ -61,6 +61,8 @@ OPERATORS = (
     Operator("sparse_plan", ("key_count", "k", "kind")),
     Operator("router", ("k", "scale"), tolerance=1e-5),
     Operator("sinkhorn", ("iterations", "eps"), tolerance=1e-5),
+    Operator("hyper_enter", ("eps",), tolerance=1e-2),
+    Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),
     Operator("index_score", ("fill",), tolerance=2e-2, tflops=1500.0),
     Operator("index_score", ("block_size",), tolerance=2e-2, tflops=1500.0, function="index_score_blocks",

@@ -9,10 +9,11 @@ from dsv41_jax.options import DecodeOptions
 from pallas_kernels import codecs
 from pallas_kernels.candidate_blocks import api as candidate_blocks
 from pallas_kernels.experts import api as experts
+from pallas_kernels.hyper_coefficients import api as hyper_coefficients
+from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.index_score import api as index_score
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
-from pallas_kernels.sinkhorn import api as sinkhorn
 from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_plan import api as sparse_plan
 
@@ -53,6 +54,12 @@ def explain_operators(
             _bf16(shapes.rows, c.hidden_size), _bf16(c.n_routed_experts, c.hidden_size), _f32(c.n_routed_experts),
             k=c.num_experts_per_tok, scale=c.routed_scaling_factor, arch=arch),
         "experts": lambda: experts.explain(*shapes.experts(), swiglu_limit=c.swiglu_limit, arch=arch),
+        "hyper_coefficients": lambda: hyper_coefficients.explain(
+            _f32(shapes.rows, 3 * c.hc_mult * (2 + c.hc_mult)), _f32(shapes.rows), _f32(3),
+            _f32(c.hc_mult * (2 + c.hc_mult)), streams=c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, arch=arch),
+        "hyper_enter": lambda: hyper_enter.explain(
+            _bf16(shapes.rows, c.hc_mult, c.hidden_size), _f32(shapes.rows, c.hc_mult), _bf16(c.hidden_size),
+            eps=c.rms_norm_eps, arch=arch),
         "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
         "index_score_blocks": lambda: index_score.explain_blocks(
             *shapes.index(), _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows),
@@ -62,8 +69,6 @@ def explain_operators(
             block_size=c.candidate_block_size, arch=arch),
         "select_tokens": lambda: select_tokens.explain(
             _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k=c.index_topk, arch=arch),
-        "sinkhorn": lambda: sinkhorn.explain(
-            _f32(shapes.rows, c.hc_mult, c.hc_mult), iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, arch=arch),
         "sparse_attention": lambda: sparse_attention.explain(
             *shapes.attention(), window=c.sliding_window, scale=c.head_dim**-0.5, window_start=None, window_end=None,
             arch=arch),

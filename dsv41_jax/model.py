@@ -10,13 +10,14 @@ from dsv41_jax.attention import Carry, Pools, attention
 from dsv41_jax.cache import CacheGeometry, State
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
-from dsv41_jax.linear import matmul, rms_norm
+from dsv41_jax.linear import matmul
 from dsv41_jax.moe import LocalExchange, moe
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Block, Transformer
 from dsv41_jax.plan import Chunk, plan_step
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +57,8 @@ def sublayer(
 
     Returns (streams, this site's pre, the sublayer output y)."""
     with jax.named_scope("hyper_mixes"):
-        c = net.config
-        next_pre, post, comb = hyper.mixes(streams, site, c, net.options.impl("sinkhorn"))
-        u = rms_norm(hyper.collapse(streams, pre), norm, c.rms_norm_eps)
+        u, r = hyper.enter(streams, pre, norm, net.config, net.options)
+        next_pre, post, comb = hyper.mixes(streams, r, site, net.config, net.options)
     y = run(u)
     with jax.named_scope("hyper_expand"):
         return hyper.expand(streams, y, post, comb), next_pre, y
@@ -147,7 +147,8 @@ def forward(
             if layer.engram is not None:
                 streams = _engram(streams, layer_params.engram, rows[layer.engram], net)
             if layer.feature is not None:
-                target.append(codecs.rounded(jnp.mean(streams.astype(jnp.float32), 1), p.dtype))
+                mean = lambda s: codecs.rounded(jnp.mean(s.astype(jnp.float32), 1), p.dtype)
+                target.append(in_row_tiles(mean, streams))
             if dump:
                 taps[f"streams_in_{layer.index}"] = streams
             streams, pre = block(
@@ -163,7 +164,7 @@ def forward(
                     taps["candidate_blocks"] = carry.candidates.sparse_indices
                     taps["candidate_end"] = carry.candidates.end
     with jax.named_scope("final_norm"):
-        hidden = rms_norm(hyper.collapse(streams, pre), params.norm[...], c.rms_norm_eps)
+        hidden, _ = hyper.enter(streams, pre, params.norm[...], c, net.options)
     if dump:
         taps["engram_hash_ids"] = jnp.stack(rows, 1)
     state = dataclasses.replace(state, window=tuple(pools.window), global_kv=pools.global_kv, index=pools.index,

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.router import explain, fake_balance, router
+from pallas_kernels.router import explain, fake_balance, one_kernel, reference, router
 from pallas_kernels.router.specs import SPECS
+from tests import deviceless
 
 SMALL = [s for s in SPECS if s.hidden <= 128]
 
@@ -92,19 +93,48 @@ def test_errors_name_the_shapes():
     assert explain(x, gate, bias, k=3, arch="cpu")["chosen"] == "reference"
 
 
-@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
-def test_pairwise_selection_has_the_same_bits(spec):
+@pytest.mark.parametrize(("experts", "k"), [(16, 3), (96, 6), (384, 6), (2048, 8)])
+def test_kernel_selects_what_the_definition_does(experts, k):
+    rng = np.random.default_rng(experts)
+    s = rng.integers(0, 40, (8, experts)).astype(np.float32) / 16  # many ties
+    s[0], s[1, ::2] = 0.0, np.inf
+    bias = jnp.asarray(rng.integers(-2, 3, experts).astype(np.float32) / 16)
+    want_ids, want_w = reference.select(jnp.asarray(s), bias, k, 1.5)
+    got_ids, got_w = one_kernel.select(jnp.asarray(s), bias, k=k, scale=1.5, interpret=True)
+    np.testing.assert_array_equal(got_ids, want_ids)
+    finite = np.isfinite(np.asarray(want_w))
+    np.testing.assert_allclose(np.asarray(got_w)[finite], np.asarray(want_w)[finite], rtol=1e-6)
+
+
+def test_kernel_chooses_distinct_ids_for_rows_of_nan():
+    s = jnp.stack([jnp.full(32, v) for v in (jnp.nan, -jnp.nan, -jnp.inf, jnp.inf)])
+    ids, _ = one_kernel.select(s, jnp.zeros(32), k=6, scale=1.5, interpret=True)
+    np.testing.assert_array_equal(ids, np.tile(np.arange(6), (4, 1)))
+
+
+def test_falls_back_with_a_reason():
+    x, gate, bias = SMALL[0].make_inputs(0)
+    assert "multiple of 4" in explain(x[:3], gate, bias, k=3, arch="sm_90")["one_kernel"]
+    assert "multiples of 16" in explain(x[:4], gate[:9], bias[:9], k=3, arch="sm_90")["one_kernel"]
+    assert explain(x[:4], gate, bias, k=3, arch="sm_103")["chosen"] == "one_kernel"
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_compiles_to_one_kernel_without_spills(target):
+    compiled = deviceless.compile_for(target, "pallas_kernels.router.specs:deviceless_case", "verify")
+    kernel = compiled.matching("router_select")
+    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.rows % 4 == 0], ids=lambda s: s.name)
+def test_kernel_equals_definition_on_the_gpu(spec):
     x, gate, bias = spec.make_inputs(9)
     gate = gate.at[5].set(gate[2]).at[11].set(gate[2])  # ties
     bias = bias.at[jnp.array([5, 11])].set(bias[2])
     want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
-    got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="pairwise")
+    got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="one_kernel")
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
     np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-6)
-
-
-def test_pairwise_selection_orders_ties_zeros_and_nan():
-    from pallas_kernels.router.pairwise import places
-
-    s = jnp.array([[1.0, 3.0, 3.0, -2.0, -5.0, 0.0], [0.0] * 6, [jnp.nan] * 6])
-    np.testing.assert_array_equal(np.asarray(places(s)), [[2, 0, 1, 4, 5, 3], range(6), range(6)])

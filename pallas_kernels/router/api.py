@@ -1,7 +1,7 @@
 """Router: fp32 scores, biased top-k with lowest-index ties, normalised weights (spec/model.md section 9)."""
 
 from ..registry import Implementation, resolve
-from . import pairwise, reference
+from . import one_kernel, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
@@ -12,7 +12,7 @@ def _reference(x, gate, bias, *, k, scale, precision):
 
 
 IMPLEMENTATIONS = (
-    Implementation("pairwise", pairwise.router, ("sm_90", "sm_100", "sm_103"), pairwise.refuses),
+    Implementation("one_kernel", one_kernel.router, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", _reference),
 )
 

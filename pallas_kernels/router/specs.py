@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,5 +38,18 @@ SPECS = (
     RouterSpec("tiny", 6, 128, 16, 3),
     RouterSpec("one_row", 1, 128, 16, 3),
     RouterSpec("verify", 384, 5120, 384, 6),
+    RouterSpec("verify_96", 384, 5120, 96, 6),
     RouterSpec("draft", 320, 5120, 128, 3),
 )
+BY_NAME = {s.name: s for s in SPECS}
+
+
+def deviceless_case(name: str):
+    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
+    from . import one_kernel
+
+    s = BY_NAME[name]
+    shape = jax.ShapeDtypeStruct
+    arguments = (shape((s.rows, s.hidden), jnp.bfloat16), shape((s.experts, s.hidden), jnp.bfloat16),
+                 shape((s.experts,), jnp.float32))  # fmt: skip
+    return (lambda *a: one_kernel.router(*a, k=s.k, scale=s.scale, precision="released")), arguments

@@ -23,9 +23,9 @@ def refuses(logits, *, iterations, eps):
     return None
 
 
-def _body(x_ref, o_ref, *, m: int, iterations: int, eps: float):
-    """x_ref, o_ref: f32[ROWS, M * M]; every value below is f32[ROWS], one matrix entry of each matrix."""
-    x = [[x_ref[:, i * m + j] for j in range(m)] for i in range(m)]
+def normalise(x, iterations: int, eps: float):
+    """Rows of entries, each f32[ROWS] (that entry of every matrix of a program) -> the same, doubly normalised."""
+    m = len(x)
 
     def total(values):
         return functools.reduce(jnp.add, values)
@@ -38,14 +38,19 @@ def _body(x_ref, o_ref, *, m: int, iterations: int, eps: float):
         inverse = [1.0 / (total([row[j] for row in x]) + eps) for j in range(m)]
         return [[v * inverse[j] for j, v in enumerate(row)] for row in x]
 
-    for i, row in enumerate(x):
+    first = []
+    for row in x:
         top = functools.reduce(jnp.maximum, row)
         weight = [jnp.exp(v - top) for v in row]
         inverse = 1.0 / total(weight)
-        x[i] = [w * inverse + eps for w in weight]
-    x = over_columns(x)
-    x = jax.lax.fori_loop(0, iterations - 1, lambda _, x: over_columns(over_rows(x)), x)
-    for i, row in enumerate(x):
+        first.append([w * inverse + eps for w in weight])
+    return jax.lax.fori_loop(0, iterations - 1, lambda _, x: over_columns(over_rows(x)), over_columns(first))
+
+
+def _body(x_ref, o_ref, *, m: int, iterations: int, eps: float):
+    """x_ref, o_ref: f32[ROWS, M * M]."""
+    x = [[x_ref[:, i * m + j] for j in range(m)] for i in range(m)]
+    for i, row in enumerate(normalise(x, iterations, eps)):
         for j, v in enumerate(row):
             o_ref[:, i * m + j] = v
 

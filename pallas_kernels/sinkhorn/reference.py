@@ -7,10 +7,11 @@ from ..row_tiles import in_row_tiles
 
 def sinkhorn(logits, *, iterations: int, eps: float):
     """See `api.sinkhorn`."""
-    return in_row_tiles(lambda x: _normalised(x, iterations, eps), logits)
+    return in_row_tiles(lambda x: normalised(x, iterations, eps), logits)
 
 
-def _normalised(logits, iterations: int, eps: float):
+def normalised(logits, iterations: int, eps: float):
+    """f32[T, M, M] -> the same, doubly normalised; not tiled."""
     x = jax.nn.softmax(logits, -1) + eps
     x = x / (x.sum(-2, keepdims=True) + eps)
 

@@ -1,0 +1,59 @@
+"""Coefficients of a hyper-connection site: the definition against numpy in float64, the kernel against the definition."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.hyper_coefficients import explain, hyper_coefficients, one_kernel, reference
+from pallas_kernels.hyper_coefficients.specs import SPECS
+from tests import deviceless
+from tests.test_sinkhorn import numpy_sinkhorn
+
+
+def check(got, inputs, spec):
+    products, r, scale, base = (np.asarray(x, np.float64) for x in inputs)
+    m, n = spec.streams, spec.static.width
+    y = products.reshape(spec.rows, spec.parts, n).sum(1) * r[:, None]
+    a = y * scale[np.minimum(np.arange(n) // m, 2)] + base
+    sigmoid = 1 / (1 + np.exp(-a))
+    comb = numpy_sinkhorn(a[:, 2 * m :].reshape(-1, m, m), spec.iterations, spec.eps)
+    for ours, want in zip(got, (sigmoid[:, :m] + spec.eps, 2 * sigmoid[:, m : 2 * m], comb), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), want, rtol=3e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("run", ["reference", "one_kernel"])
+def test_equals_numpy(spec, run):
+    inputs = spec.make_inputs(3)
+    if run == "reference":
+        got = reference.hyper_coefficients(*inputs, static=spec.static)
+    else:
+        got = one_kernel.hyper_coefficients(*inputs, static=spec.static, interpret=True)
+    check(got, inputs, spec)
+
+
+def test_falls_back_with_a_reason():
+    spec = SPECS[0]
+    products, r, scale, base = spec.make_inputs(0)
+    reasons = explain(products[:5], r[:5], scale, base, **spec.options, arch="sm_90")
+    assert reasons["chosen"] == "reference" and "multiple of 32" in reasons["one_kernel"]
+    assert explain(products, r, scale, base, **spec.options, arch="sm_103")["chosen"] == "one_kernel"
+    with pytest.raises(ValueError, match="expected products"):
+        hyper_coefficients(products[:, :-1], r, scale, base, **spec.options)
+    with pytest.raises(ValueError, match="expected r"):
+        hyper_coefficients(products, r[1:], scale, base, **spec.options)
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_compiles_to_one_kernel_without_spills(target):
+    factory = "pallas_kernels.hyper_coefficients.specs:deviceless_case"
+    kernel = deviceless.compile_for(target, factory, "verify").matching("hyper_coefficients")
+    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers < 200
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_kernel_equals_definition_on_the_gpu(spec):
+    inputs = spec.make_inputs(5)
+    check(hyper_coefficients(*inputs, **spec.options, impl="one_kernel"), inputs, spec)
