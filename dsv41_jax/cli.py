@@ -119,10 +119,12 @@ def _add_generate(commands) -> None:
     _add_sampling(p)
     p.add_argument("--precision", choices=PRECISION_NAMES, default="released")
     p.add_argument("--chunk", type=_at_least(1), help="prompt tokens a prefill step")
+    p.add_argument("--batch", type=_at_least(1), default=32, help="requests decoded at once with --prompts and --out (default 32)")
     p.add_argument("--max-context", type=_at_least(2), help="positions to reserve (default: what the prompts need)")
     p.add_argument("--json", action="store_true", help="one JSON line a request")
-    p.add_argument("--out", metavar="FILE", help="write there instead of stdout")
-    p.add_argument("--no-progress", action="store_true", help="no loading bar")
+    p.add_argument("--out", metavar="FILE", help="write there instead of stdout; with --prompts JSON lines, and an "
+                   "interrupted run goes on from them")
+    p.add_argument("--no-progress", action="store_true", help="no bars")
 
 
 def _add_score(commands) -> None:

@@ -29,6 +29,10 @@ def generate(args) -> int:
         _check_request(label, ids, args, config)
     gamma = _gamma(args, config)
     sampling = _sampling(args, folder)
+    if args.prompts is not None and args.out is not None:
+        from dsv41_jax.cli_batch import generate_file
+
+        return generate_file(args, config, tokenizer, [ids for _, ids in prompts], sampling, gamma)
     with _sink(args.out) as out:
         params = checkpoint.load(folder, config, progress=not args.no_progress)
         results = _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, out)
@@ -50,7 +54,7 @@ def score(args) -> None:
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{args.ids}: expected one .npy array, got an archive")
     _check_ids(args.ids, ids, config)
-    _writable(args.out)
+    writable(args.out)
     params = checkpoint.load(args.checkpoint, config, progress=not args.no_progress)
     arrays = run(
         params, config, ids, prefill=args.prefill, chunk=args.chunk, precision=args.precision,
@@ -216,14 +220,20 @@ def _run(args, params, config, tokenizer, prompts, sampling, gamma, out):
     return results
 
 
-def _result_line(index: int | None, prompt, result, tokenizer, as_json: bool) -> str:
+def result_record(index: int | None, prompt, result, tokenizer) -> dict:
+    """What a JSON line says of a GenerationResult or an engine's Request."""
     ids = [int(t) for t in result.token_ids]
-    text = tokenizer.decode(ids) if tokenizer else None
+    return {
+        "index": index, "prompt_ids": prompt, "token_ids": ids, "text": tokenizer.decode(ids) if tokenizer else None,
+        "finish_reason": result.finish_reason, "drafted": int(result.drafted), "accepted": int(result.accepted),
+    }  # fmt: skip
+
+
+def _result_line(index: int | None, prompt, result, tokenizer, as_json: bool) -> str:
+    record = result_record(index, prompt, result, tokenizer)
+    ids, text = record["token_ids"], record["text"]
     if as_json:
-        return json.dumps({
-            "index": index, "prompt_ids": prompt, "token_ids": ids, "text": text, "finish_reason": result.finish_reason,
-            "drafted": int(result.drafted), "accepted": int(result.accepted),
-        }) + "\n"  # fmt: skip
+        return json.dumps(record) + "\n"
     label = "" if index is None else f"[{index}] "
     return label + (text if text is not None else ",".join(map(str, ids))) + "\n"
 
@@ -252,7 +262,8 @@ class _Watch:
         return text
 
 
-def _writable(path) -> None:
+def writable(path) -> None:
+    """Raises OSError or ValueError if a file of that name can neither be made nor replaced."""
     parent = pathlib.Path(path).parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise FileNotFoundError(f"{path}: its folder does not exist or cannot be written")
@@ -266,9 +277,9 @@ def _writable(path) -> None:
 def whole_file(path, mode: str = "wb"):
     """A file that takes its name only if the block ends well; otherwise nothing is left of it. A link stays one: the file
     that it leads to is replaced."""
-    _writable(path)
+    writable(path)
     path = pathlib.Path(os.path.realpath(path))
-    _writable(path)
+    writable(path)
     f = tempfile.NamedTemporaryFile(mode, prefix=f".{path.name}.", dir=path.parent, delete=False)
     try:
         with f:

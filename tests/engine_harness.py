@@ -15,7 +15,7 @@ import numpy as np
 
 from dsv41_jax import checkpoint
 from dsv41_jax.engine import Engine
-from dsv41_jax.generate import generate, stop_ids
+from dsv41_jax.generate import generate
 from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.presets import TINY
 from dsv41_jax.sampling import SamplingParams
@@ -29,8 +29,10 @@ CONFIG = dataclasses.replace(
     num_experts_per_tok=2, dspark_n_routed_experts=4, hc_sinkhorn_iters=3, max_position_embeddings=256,
 )  # fmt: skip
 CONTEXT, PAGE, CHUNK = 96, 8, 16
-SHAPE = {"max_requests": 4, "max_context": CONTEXT, "pages": 60, "page_tokens": PAGE, "chunk": CHUNK, "batch_buckets": (2, 4),
+SHAPE = {"max_requests": 4, "max_context": CONTEXT, "pages": 25, "page_tokens": PAGE, "chunk": CHUNK, "batch_buckets": (2, 4),
          "prefill_buckets": (2,), "precision": "float32", "greedy_steps": False, "prefix_bytes": 1 << 20}  # fmt: skip
+
+GREEDY = SamplingParams(ignore_eos=True)
 
 
 @functools.cache
@@ -62,22 +64,22 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def run_alone(requests, weights=None, precision: str = "float32") -> list[tuple[list[int], str]]:
-    """(token ids, reason) that `generate` gives for each (prompt, sampling, max_new_tokens), in batches that do not matter."""
-    most = max(n for _, _, n in requests)
+    """(token ids, reason) that `generate` gives for each (prompt, sampling, max_new_tokens). Its batches do not matter
+    (test_generate), and always have eight rows here: one shape."""
+    padding = [([3] * CHUNK, GREEDY, 1)] * max(0, 8 - len(requests))
+    # outputs of one length together: a batch runs until its longest has ended
+    order = sorted(range(len(requests)), key=lambda i: requests[i][2])
+    cases = [requests[i] for i in order] + padding
     results = generate(
-        params() if weights is None else weights, CONFIG, [p for p, _, _ in requests], max_new_tokens=most,
-        sampling=[s for _, s, _ in requests], precision=precision, chunk=CHUNK, max_context=CONTEXT,
+        params() if weights is None else weights, CONFIG, [p for p, _, _ in cases], max_new_tokens=max(n for _, _, n in cases),
+        sampling=[s for _, s, _ in cases], precision=precision, chunk=CHUNK, max_context=CONTEXT,
     )  # fmt: skip
-    out = []
-    for (_, _, n), r in zip(requests, results, strict=True):
-        short = r.token_ids[:n]
-        out.append((short, r.finish_reason if len(short) == len(r.token_ids) and not (len(short) == n and r.finish_reason == "context")
-                    else "length"))  # fmt: skip
+    out = [None] * len(requests)
+    for i, r in zip(order, results):
+        n = requests[i][2]
+        own = len(r.token_ids) < n or (len(r.token_ids) == n and r.finish_reason == "stop")
+        out[i] = r.token_ids[:n], r.finish_reason if own else "length"
     return out
-
-
-def ends(request) -> set[int]:
-    return stop_ids(request.sampling, CONFIG)
 
 
 def outcome(request) -> tuple[list[int], str]:
@@ -92,9 +94,6 @@ def check_all_free(served: Engine) -> None:
     served.drop_prefixes()
     m = served.metrics
     assert (m.pages_used, m.prefix_entries, m.prefix_bytes) == (0, 0, 0)
-    for rank in served._scheduler.ranks:
+    for rank in served._loop.scheduler.ranks:
         assert sorted(rank.free_slots) == list(range(served.limits.max_requests))
         assert rank.allocator.free == rank.allocator.capacity
-
-
-GREEDY = SamplingParams(ignore_eos=True)

@@ -108,9 +108,11 @@ def test_generate_json_to_stdout_and_to_a_file(run, short, scripted, tmp_path):
     assert [r["index"] for r in records] == [0, 1]
     assert records[1]["prompt_ids"] == [0, 40, 41] and records[1]["token_ids"] == [40]
     assert records[0]["text"] == Tokenizer.from_folder(short).decode([35, 36, 37, 38])
-    code, nothing, _ = run(*argv, "--out", tmp_path / "out.jsonl")
-    assert code == 0 and nothing == "" and (tmp_path / "out.jsonl").read_text() == out
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+    scripted([[35, 36, 37, 38]])
+    code, nothing, _ = run(*argv[:3], "--prompt", "the sea", *argv[5:], "--out", tmp_path / "out.json")
+    assert code == 0 and nothing == ""
+    assert json.loads((tmp_path / "out.json").read_text()) == records[0]
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.json"]
 
 
 def test_generate_without_a_tokenizer_shows_ids(run, broken, scripted):

@@ -1,4 +1,4 @@
-"""A request and its life: waiting, prefill, decode, finished; preempted ones wait again.
+"""A request and its life: new, waiting, prefill, decode, finished; preempted ones wait again.
 
 The engine alone moves a request on. Others read it, iterate over its tokens, and may cancel it from any thread.
 """
@@ -13,9 +13,13 @@ from dsv41_jax.sampling import SamplingParams
 from dsv41_jax.tokenizer import StreamDecoder, check_prompt
 
 
-class Status(enum.Enum):
-    """Where a request is: in the queue, with prompt chunks to run, producing tokens, or over."""
+FINISH_REASONS = ("stop", "length", "context", "cancelled", "error")
 
+
+class Status(enum.Enum):
+    """Where a request is: handed in, in the queue, with prompt chunks to run, producing tokens, or over."""
+
+    NEW = "new"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -39,7 +43,7 @@ class Request:
         self.id, self.prompt, self.sampling = number, prompt, sampling
         self.max_new_tokens, self.stop_strings = max_new_tokens, tuple(stop_strings)
         self.on_token, self.on_finish = on_token, on_finish
-        self.status = Status.WAITING
+        self.status = Status.NEW
         self.token_ids: list[int] = []
         self.text: str | None = None
         self.finish_reason: str | None = None

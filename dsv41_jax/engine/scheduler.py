@@ -83,6 +83,11 @@ class Scheduler:
 
     # queue to seat ------------------------------------------------------------------------------------------------------
 
+    def enqueue(self, request: Request) -> None:
+        """A new request, behind all others."""
+        request.status = Status.WAITING
+        self.queue.append(request)
+
     def admit(self) -> list[tuple[Seat, Entry | None]]:
         """Seat waiting requests in order while one finds room; with each, the prefix that it starts from."""
         seated = []
@@ -137,6 +142,11 @@ class Scheduler:
         """Whether what has run of a seat's ids ends on a page and is not cached yet."""
         return (seat.cacheable and seat.done > 0 and seat.done % self.limits.page_tokens == 0
                 and not seat.rank.prefixes.holds(seat.ids[: seat.done]))  # fmt: skip
+
+    def drop_prefixes(self) -> None:
+        """Forget every cached prefix; requests that share its pages keep them."""
+        for rank in self.ranks:
+            rank.prefixes.clear()
 
     # seat to queue or end -----------------------------------------------------------------------------------------------
 
