@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.experts import hopper, layout, reference, route
+from pallas_kernels.experts import hopper, layout, reference, requantise, route
 from pallas_kernels.experts.specs import FULL, ExpertsSpec
 
 from . import common, timing
@@ -96,10 +96,7 @@ def parts(rotation, shuffled, config: dict) -> dict:
     make_plan = lambda ids, weights: route.plan(ids, weights, 0, e, n)
     plans = [jax.jit(make_plan)(ids, weights) for _, ids, weights in rotation]
 
-    def prepare(x, plan):
-        q, scale = hopper.quantize_rows(x)
-        return hopper._take(q, plan.token), scale[:, plan.token]
-
+    prepare = lambda x, plan: requantise.gathered_rows(x, plan.token)
     gemm = lambda x, scale, w, s, plan, **kw: hopper.grouped_gemm(
         x, scale, w, s, plan, n=n, limit=10.0, sms=hopper.H200_SMS, **kw
     )
@@ -107,14 +104,14 @@ def parts(rotation, shuffled, config: dict) -> dict:
     second = lambda q, plan, w, s: gemm(*q, w, s, plan, kind="down", **config["down"])
     rows = [jax.jit(prepare)(r[0], p) for r, p in zip(rotation, plans, strict=True)]
     ts = [jax.jit(first)(q, p, *shuffled[:2]) for q, p in zip(rows, plans, strict=True)]
-    again = [jax.jit(hopper.quantize_sorted)(t) for t in ts]
+    again = [jax.jit(requantise.sorted_rows)(t) for t in ts]
     ys = [jax.jit(second)(q, p, *shuffled[2:]) for q, p in zip(again, plans, strict=True)]
     pairs = lambda a, b, *rest: [((x, y, *rest), {}) for x, y in zip(a, b, strict=True)]
     return {
         "plan": (make_plan, [((i, w), {}) for _, i, w in rotation]),
         "prepare": (prepare, pairs([r[0] for r in rotation], plans)),
         "gemm_swiglu": (first, pairs(rows, plans, *shuffled[:2])),
-        "requantise": (hopper.quantize_sorted, [((t,), {}) for t in ts]),
+        "requantise": (requantise.sorted_rows, [((t,), {}) for t in ts]),
         "gemm_down": (second, pairs(again, plans, *shuffled[2:])),
         "combine": (route.combine, pairs(ys, plans)),
     }

@@ -1,5 +1,6 @@
 """Single-pass hyper-connections, mHC (spec/model.md section 3). Coefficients in fp32, streams in the activation dtype."""
 
+import jax
 import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
@@ -62,6 +63,7 @@ def expand(
     def mix(streams, y, post, comb):
         # written out: as a batched product it runs on no tensor core and with its result and operands in memory
         mixed = sum(comb[:, j, :, None] * streams[:, j, None].astype(jnp.float32) for j in range(streams.shape[1]))
-        return codecs.rounded(post[..., None] * y.astype(jnp.float32)[:, None] + mixed, streams.dtype)
+        out = codecs.rounded(post[..., None] * y.astype(jnp.float32)[:, None] + mixed, streams.dtype)
+        return jax.lax.optimization_barrier(out)  # or XLA keeps a second copy in fp32 for the next site
 
     return in_row_tiles(mix, streams, y, post, comb)

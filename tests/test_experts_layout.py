@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.codecs import dequantize_weight_mxfp4
-from pallas_kernels.experts import experts, explain, hopper, layout, route, shuffle_weights
+from pallas_kernels.experts import experts, explain, hopper, layout, requantise, route, shuffle_weights
 from pallas_kernels.experts.reference import qdq_fp8
 from pallas_kernels.experts.specs import ExpertsSpec
 
@@ -138,7 +138,7 @@ def test_common_scale_rounds_as_stated():
     x = rng.standard_normal((6, 512)) * np.repeat(2.0 ** rng.integers(-9, 3, (6, 16)), 32, axis=1)
     x[0] = rng.uniform(1, 1.9, 512)
     x = jnp.asarray(x, jnp.bfloat16)
-    q, scale = hopper.quantize_rows(x)
+    q, scale = requantise.quantize_rows(x)
     value = np.asarray(q).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.asarray(scale)[..., None]
     value = in_channel_order(value).swapaxes(0, 1).reshape(6, 512)
     want = np.asarray(qdq_fp8(x), np.float64)
@@ -150,9 +150,9 @@ def test_common_scale_rounds_as_stated():
 
 def test_both_quantisers_agree():
     x = jnp.asarray(np.random.default_rng(6).standard_normal((7, 256)) * 3, jnp.bfloat16)
-    q, scale = hopper.quantize_rows(x)
+    q, scale = requantise.quantize_rows(x)
     chunked = x.reshape(7, 2, 128)[..., layout.CHANNEL].swapaxes(0, 1)
-    q2, scale2 = hopper.quantize_sorted(chunked)
+    q2, scale2 = requantise.quantize_sorted(chunked)
     np.testing.assert_array_equal(np.asarray(q), np.asarray(q2))
     np.testing.assert_array_equal(np.asarray(scale), np.asarray(scale2))
 

@@ -3,8 +3,8 @@
 Both GEMMs are one persistent kernel each. A producer warpgroup streams weights, scales and activations through shared
 memory by TMA; every other warpgroup owns one block of 64 weight rows: it decodes 128 input channels into e4m3 registers
 (layout.py, ptx.py), multiplies them with the tile's rows, and adds the product to fp32 sums after each 128 channels.
-The first GEMM ends in the clamped SwiGLU, the second in bf16 rows; sorting, quantisation and the sum over a token's
-experts are XLA fusions around them.
+The first GEMM ends in the clamped SwiGLU, the second in bf16 rows. Quantisation is one launch before each of them
+(requantise.py); sorting and the sum over a token's experts are XLA fusions.
 
 What is rounded otherwise than in `reference`: within each 128 channels the four per-32 scales of an activation row are
 re-expressed as their largest, so a value smaller than 2**-6 of that scale keeps only multiples of 2**-9 of it (error at
@@ -18,8 +18,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..codecs import FP8_FLOOR, FP8_MAX, cdiv, ceil_e8m0, e8m0_to_f32, round_e4m3
-from . import layout, route
+from ..codecs import cdiv
+from . import layout, requantise, route
 
 SHARED_BYTES = 226 * 1024  # of 227 KiB; the rest holds barriers
 TILE_ROWS = (8, 16, 24, 32, 64)
@@ -36,38 +36,6 @@ def pipeline_stages(n: int, groups: int) -> int:
     """Stages of 256 channels that fit: weights and scales of each warpgroup, the tile's rows and their scales."""
     stage = groups * (layout.STAGE * 4096 + 512) + layout.STAGE * (n * 128 + max(n, 32) * 4)
     return min(8, SHARED_BYTES // stage)
-
-
-def _re_express(g, group_axis: int, inner_axes: tuple[int, ...]):
-    """Quantise each group to FP8 as the model does, then express a chunk's four groups with their largest scale.
-
-    g: bf16, one axis of four groups, the other axes of a group in `inner_axes`.
-    Returns (e4m3 bytes u8 like g, f32 scales with kept dims of size 1).
-    """
-    g = g.astype(jnp.float32)
-    amax = jnp.maximum(jnp.max(jnp.abs(g), axis=inner_axes, keepdims=True), jnp.float32(FP8_FLOOR))
-    s = ceil_e8m0(amax * jnp.float32(1 / FP8_MAX))
-    top = jnp.max(s, axis=group_axis, keepdims=True)
-    q = round_e4m3(jnp.clip(g / e8m0_to_f32(s), -FP8_MAX, FP8_MAX))
-    # 127 + s - top is the e8m0 byte of the ratio of the two scales; below byte 0 the group has vanished anyway.
-    ratio = jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8)
-    q = round_e4m3(q * e8m0_to_f32(ratio)).astype(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(q, jnp.uint8), e8m0_to_f32(top)
-
-
-def quantize_rows(x):
-    """bf16[T, H] -> (u8[H/128, T, 128] e4m3 in layout.CHANNEL order, f32[H/128, T])."""
-    t, h = x.shape
-    g = x.reshape(t, h // 128, 4, 4, 2, 4)  # q, i, h, j: channel = 32 q + 8 i + 4 h + j
-    q, s = _re_express(g, 2, (3, 4, 5))
-    return q.transpose(1, 0, 3, 4, 2, 5).reshape(h // 128, t, 128), s.reshape(t, h // 128).T
-
-
-def quantize_sorted(t):
-    """bf16[F/128, R, 128] already in layout.CHANNEL order -> (u8 alike, f32[F/128, R])."""
-    c, r, _ = t.shape
-    q, s = _re_express(t.reshape(c, r, 4, 2, 4, 4), 4, (2, 3, 5))
-    return q.reshape(t.shape), s.reshape(c, r)
 
 
 def _step(n: int, w_ref, s_ref, x_ref, scale_ref, total):
@@ -283,15 +251,9 @@ def experts(
     sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
     plan = route.plan(ids, weights, first_expert, local, n)
     gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
-    q, scale = quantize_rows(x)
+    q, scale = requantise.gathered_rows(x, plan.token)
     config = {"groups": _groups(w13.shape[1], n), **tuning.get("swiglu", {})}
-    t = gemm(_take(q, plan.token), scale[:, plan.token], w13, s13, kind="swiglu", **config)
-    q, scale = quantize_sorted(t)
+    t = gemm(q, scale, w13, s13, kind="swiglu", **config)
+    q, scale = requantise.sorted_rows(t)
     config = {"groups": _groups(w2.shape[1], n), **tuning.get("down", {})}
     return route.combine(gemm(q, scale, w2, s2, kind="down", **config), plan)
-
-
-def _take(q, token):
-    """u8[C, T, 128], i32[R] -> u8[C, R, 128], moved as 32-bit words."""
-    words = jax.lax.bitcast_convert_type(q.reshape(*q.shape[:2], 32, 4), jnp.uint32)
-    return jax.lax.bitcast_convert_type(words[:, token], jnp.uint8).reshape(q.shape[0], -1, 128)
