@@ -84,6 +84,25 @@ def test_matches_loop(spec, precision):
     check(inputs, spec, 6e-3 if precision == "released" else 2e-6)
 
 
+def turned(inputs):
+    """The same problem with a query that is already rotated."""
+    q, pairs = inputs["q"].astype(np.float64), inputs["cos"].shape[-1]
+    z = (q[..., -2 * pairs :: 2] + 1j * q[..., 1 - 2 * pairs :: 2]) * (inputs["cos"] + 1j * inputs["sin"])[:, :, None]
+    q[..., -2 * pairs :: 2], q[..., 1 - 2 * pairs :: 2] = z.real, z.imag
+    return inputs | dict(q=q.astype(inputs["q"].dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_rotates_the_query_on_request(dtype):
+    inputs = specs.TINY.make_inputs(seed=8)
+    inputs["q"] = inputs["q"].astype(dtype)
+    got = np.asarray(sparse_attention(**inputs, **specs.TINY.options, rotate_query=True))
+    want = np.asarray(sparse_attention(**turned(inputs), **specs.TINY.options))
+    tolerance = 2e-6 if dtype == np.float32 else 4e-3  # a rounding of q may fall the other way
+    assert np.linalg.norm((got - want).astype(np.float64)) < tolerance * np.linalg.norm(want.astype(np.float64))
+    assert np.abs((got - np.asarray(sparse_attention(**inputs, **specs.TINY.options))).astype(np.float64)).max() > 1e-2
+
+
 @pytest.mark.parametrize("context", [0, 1, 6, 7, 8, 11, 12, 40])
 def test_window_edges(context):
     """Sequences shorter than, equal to and longer than the window and the ring."""
@@ -219,6 +238,16 @@ def kernel_against_reference(spec, inputs, **options):
 def test_kernel_matches_reference(spec):
     inputs = spec.make_inputs(seed=11)
     kernel_against_reference(spec, inputs)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("spec", [specs.SMALL, specs.M384_SWA], ids=lambda s: s.name)
+def test_kernel_rotates_the_query(spec):
+    inputs = spec.make_inputs(seed=13)
+    got = kernel_against_reference(spec, inputs, rotate_query=True)
+    apart = np.abs(got - kernel_against_reference(spec, turned(inputs))).max()
+    assert apart <= 2e-2 * np.abs(got).max()
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ IMPLEMENTATIONS = (  # fastest first
 
 
 def sparse_attention(
-    q,  # bf16|f32[B, S, N, D], rotated
+    q,  # bf16|f32[B, S, N, D]
     window_pool,  # u8[n_slots, R, D + D/32] records, or f32[n_slots, R, D] values
     slots,  # i32[B], cache slot of each request; outside 0..n_slots-1 = invalid request
     positions,  # i32[B, S], position of each row, -1 = padding row
@@ -64,6 +64,7 @@ def sparse_attention(
     scale: float,
     window_start=None,  # i32[B, S] or None
     window_end=None,  # i32[B, S] or None
+    rotate_query: bool = False,
     impl: str = "auto",
     arch: str | None = None,
 ):
@@ -73,6 +74,9 @@ def sparse_attention(
     ring must still hold them), plus every entry named in `global_slots`. `window_start` and `window_end` replace that
     range by start..end-1, of which the last `window` positions are read: the drafter passes window=133,
     start=max(0, P-128), end=P+5 for all rows of a block. Nothing is de-duplicated. K = V = the record's D channels.
+
+    rotate_query: the last 2r channels of `q` are rotated here first (adjacent pairs, fp32, rounded to q's dtype);
+    otherwise `q` arrives rotated.
 
     The dtype of `q` is the precision: bf16 rounds probabilities to bf16 before V, f32 is fp32 throughout. The result is
     rounded to q's dtype, then its last 2r channels are rotated back (adjacent pairs) and rounded again.
@@ -84,7 +88,7 @@ def sparse_attention(
     _validate(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, window,
               (window_start, window_end))  # fmt: skip
     args = (q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin)
-    options = dict(window=window, scale=scale, window_start=window_start, window_end=window_end)
+    options = dict(window=window, scale=scale, window_start=window_start, window_end=window_end, rotate_query=rotate_query)
     chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, **options)
     return chosen.run(*args, **options)
 

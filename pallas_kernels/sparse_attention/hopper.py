@@ -31,7 +31,7 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
 
 def sparse_attention(
     q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None,
+    window, scale, window_start=None, window_end=None, rotate_query=False,
 ):  # fmt: skip
     """The operator (api.py has its contract) for bf16 q[B, S, 64, 512] and packed pools."""
     from pallas_kernels.sparse_attention import hopper_kernel
@@ -51,5 +51,5 @@ def sparse_attention(
         grid=(batch * span, 1, 1), warps=8, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
-        BOUNDS=bounds,
+        BOUNDS=bounds, ROTATE=rotate_query,
     )  # fmt: skip

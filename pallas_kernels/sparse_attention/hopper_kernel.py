@@ -212,14 +212,22 @@ def _attend(
     t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     qe, qo, ke, ko, p_smem, ready, free,
     scale_log2: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, ENTRIES: gl.constexpr,
-    K: gl.constexpr,
+    K: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """The two multiplying warp groups: query in, tiles as they get ready, result out."""
     H: gl.constexpr = D // 2
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
-    qe.store((q & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
-    qo.store(((q >> 16) & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True))
+    even = (q & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    odd = ((q >> 16) & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    if ROTATE:
+        pair = gl.arange(0, H, gl.SliceLayout(0, q.type.layout)) - (H - PAIRS)
+        cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
+        sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
+        re, im = even.to(gl.float32), odd.to(gl.float32)
+        even, odd = (re * cos - im * sin).to(gl.bfloat16), (im * cos + re * sin).to(gl.bfloat16)
+    qe.store(even)
+    qo.store(odd)
     fence_async_shared()
     gl.thread_barrier()
     m = gl.full([N], -1e30, gl.float32, gl.SliceLayout(1, SL))
@@ -259,9 +267,10 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """Program t computes query row t. start_ptr and end_ptr are read if BOUNDS; ENTRIES = P * E; K = selected slots."""
+    """Program t computes query row t. start_ptr and end_ptr are read if BOUNDS; the query is rotated if ROTATE;
+    ENTRIES = P * E; K = selected slots."""
     H: gl.constexpr = D // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)  # the same bytes in 32-bit elements, for the decoder
@@ -303,7 +312,7 @@ def attention(
                 _attend,
                 (
                     t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-                    qe, qo, ke, ko, p_smem, ready, free, scale_log2, N, D, PAIRS, ENTRIES, K,
+                    qe, qo, ke, ko, p_smem, ready, free, scale_log2, N, D, PAIRS, ENTRIES, K, ROTATE,
                 ),
             ),
             (

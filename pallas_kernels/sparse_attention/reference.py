@@ -80,18 +80,23 @@ def attend(
     return codecs.round_values(out / denominator[..., None], q.dtype).astype(q.dtype)
 
 
-def inverse_rope(
-    x,  # bf16|f32[B, S, N, D]
-    cos,  # f32[B, S, r] for r rotary pairs
-    sin,  # f32[B, S, r]
+def rope(
+    x,  # bf16|f32[..., N, D]
+    cos,  # f32[..., r] for r rotary pairs
+    sin,  # f32[..., r]
 ):
-    """Rotate the last 2r channels of every head back, adjacent pairs, in fp32; the result is rounded to x's dtype."""
+    """Rotate the last 2r channels of every head, adjacent pairs, in fp32; the result is rounded to x's dtype."""
     pairs = cos.shape[-1]
     head, tail = x[..., : -2 * pairs], x[..., -2 * pairs :].astype(jnp.float32)
     re, im = tail[..., 0::2], tail[..., 1::2]
-    c, s = cos[:, :, None, :].astype(jnp.float32), sin[:, :, None, :].astype(jnp.float32)
-    rotated = jnp.stack([re * c + im * s, im * c - re * s], -1).reshape(tail.shape)
-    return jnp.concatenate([head, rotated.astype(x.dtype)], -1)
+    c, s = cos[..., None, :].astype(jnp.float32), sin[..., None, :].astype(jnp.float32)
+    rotated = jnp.stack([re * c - im * s, im * c + re * s], -1).reshape(tail.shape)
+    return jnp.concatenate([head, codecs.rounded(rotated, x.dtype)], -1)
+
+
+def inverse_rope(x, cos, sin):
+    """`rope` the other way round."""
+    return rope(x, cos, -sin)
 
 
 def window_bounds(
@@ -121,6 +126,7 @@ def sparse_attention(
     scale: float,
     window_start=None,  # i32[B, S] or None
     window_end=None,  # i32[B, S] or None
+    rotate_query: bool = False,
 ):
     """Definition of the operator; `api.sparse_attention` documents it."""
     dim = q.shape[-1]
@@ -132,6 +138,10 @@ def sparse_attention(
     valid = (positions >= 0) & ((slots >= 0) & (slots < window_pool.shape[0]))[:, None]
     mask = mask & valid[..., None]
     q = jnp.where(valid[..., None, None], q, 0)  # an invalid row's q may hold anything
-    o = in_row_tiles(lambda q, k, m: attend(q, k, m, sink, scale), *(x.reshape(-1, *x.shape[2:]) for x in (q, keys, mask)))
-    out = inverse_rope(o.reshape(q.shape), cos, sin)
-    return jnp.where(valid[..., None, None], out, 0)
+
+    def run(q, keys, mask, cos, sin):
+        q = rope(q, cos, sin) if rotate_query else q
+        return inverse_rope(attend(q, keys, mask, sink, scale), cos, sin)
+
+    rows = (x.reshape(-1, *x.shape[2:]) for x in (q, keys, mask, cos, sin))
+    return jnp.where(valid[..., None, None], in_row_tiles(run, *rows).reshape(q.shape), 0)

@@ -133,6 +133,7 @@ def deviceless_case(name: str):
     names = [k for k, v in inputs.items() if v is not None]
 
     def function(*arrays):
-        return hopper.sparse_attention(**dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True)), **spec.options)
+        given = dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True))
+        return hopper.sparse_attention(**given, **spec.options, rotate_query=True)
 
     return function, tuple(jax.ShapeDtypeStruct(inputs[k].shape, inputs[k].dtype) for k in names)
