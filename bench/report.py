@@ -1,0 +1,263 @@
+"""The result files of bench/results as one markdown table file and charts:  python -m bench.report
+
+Reads every *.json of a folder (default bench/results), writes README.md and PNG charts beside them, and the summary
+between the marks of the repository's README. Nothing is measured and no number is typed: each comes from a file and its row
+names the file, whose device, versions, commit and date are in the table of sources.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from bench.results_files import OperatorRow, Results, Source, StepRow, newest, read
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER, README = ROOT / "bench" / "results", ROOT / "README.md"
+MARKS = "<!-- results: written by python -m bench.report -->", "<!-- end of results -->"
+
+
+def number(x) -> str:
+    """Four significant digits, "-" for None."""
+    if x is None:
+        return "-"
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.4g}"
+
+
+def table(heads: list[str], rows: list[list]) -> str:
+    """A markdown table; numbers by `number`."""
+    cell = lambda x: x if isinstance(x, str) else number(x) if isinstance(x, int | float) or x is None else str(x)
+    lines = [heads, ["---"] * len(heads), *([cell(x) for x in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def spread(low, high) -> str:
+    if low is None and high is None:
+        return "-"
+    return f"from {number(low)}" if high is None else f"{number(low)} .. {number(high)}"
+
+
+def links(results: Results) -> dict[str, str]:
+    return {s.file: f"[{i}]({s.file})" for i, s in enumerate(results.sources, 1)}
+
+
+# sections ---------------------------------------------------------------------------------------------------------------
+
+
+def sources(results: Results) -> str:
+    link = links(results)
+    versions = lambda s: ", ".join(f"{k} {v}" for k, v in s.versions.items() if k in ("jax", "jax-triton", "triton"))
+    rows = [[link[s.file], s.file, s.kind, s.device, s.driver or "-", versions(s), s.commit, s.date] for s in results.sources]
+    return table(["", "file", "kind", "device", "driver", "versions", "commit", "date"], rows)
+
+
+def what_ran(row: StepRow) -> str:
+    """The workload and the implementations that are not kernels, in words."""
+    p = row.protocol
+    ranks = f", {p['ranks']} ranks" if p.get("ranks", 1) > 1 else ""
+    plain = [op for op, name in p.get("implementations", {}).items() if name == "reference"]
+    beside = f"; plain XLA: {', '.join(plain)}" if plain else ""
+    return f"{p['preset']}, {len(p['layers'])} layers{ranks}{beside}"
+
+
+def steps(results: Results, rows: list[StepRow]) -> str:
+    link, out = links(results), []
+    for row in sorted(rows, key=lambda r: (r.source.utc, r.protocol["context"], r.protocol["batch"])):
+        p, r = row.protocol, row.result
+        memory, host = r.get("memory_gb", {}), r.get("host_ms_per_step", {})
+        out.append([
+            what_ran(row), p["batch"], str(p["context"]), str(p["capacity"]), p["gamma"], r["step_ms"],
+            spread(min(r["rounds_step_ms"]), max(r["rounds_step_ms"])), r["floor_ms"], r["ratio"], r["tps_per_request"],
+            r["tps_aggregate"], host.get("median"), memory.get("peak_in_use"), link[row.source.file],
+        ])  # fmt: skip
+    heads = ["workload", "B", "context", "capacity", "gamma", "step ms", "rounds", "floor ms", "ratio", "tokens/s a request",
+             "tokens/s", "host ms a step", "memory GB", "source"]  # fmt: skip
+    return table(heads, out)
+
+
+def operators(results: Results, rows: list[OperatorRow]) -> str:
+    link = links(results)
+    heads = ["operator", "spec", "implementation", "us", "min .. max", "floor us", "ratio", "goal us", "equal", "source"]
+    out = []
+    place = {}
+    for r in rows:
+        place.setdefault((r.operator, r.spec), len(place))
+    for r in sorted(rows, key=lambda r: place[r.operator, r.spec]):
+        equal = "-" if r.equal is None else "yes" if r.equal else "**no**"
+        commit = "" if r.source.commit in (s.commit for s in results.sources) else f" {r.source.commit}"
+        out.append([r.operator, r.spec, r.implementation, r.median, spread(r.low, r.high), r.floor, r.ratio, r.goal, equal,
+                    link[r.source.file] + commit])  # fmt: skip
+    return table(heads, out)
+
+
+def layers(results: Results) -> str:
+    link, out = links(results), ""
+    for source, d in results.of("layers"):
+        step = d["measured_step_us"]
+        floors = part_floors(results, source)
+        kernels = merged_parts(d["kernels"])
+        rows = [[part, us, f"{100 * us / step:.1f} %", floors.get(part), kernels.get(part)]
+                for part, us in merged_parts(d["parts_us"]).items()]  # fmt: skip
+        total = number(sum(d["parts_us"].values()))
+        out += f"Step {number(step)} us, source {link[source.file]}. Parts add up to {total} us.\n\n"
+        out += table(["part", "us", "share", "floor us", "kernels"], rows) + "\n"
+        classes = [[kind, c["layers"], c["us"], c["reference_b300_us"]] for kind, c in d["attention"]["classes"].items()]
+        mean = sum(c["layers"] for c in d["attention"]["classes"].values())
+        out += table(["attention interval", "layers", "us", "reference system on B300, us"],
+                     [*classes, ["weighted mean", mean, d["attention"]["mean_us"], None]]) + "\n"  # fmt: skip
+    return out
+
+
+# parts of bench.layers -> operators of the floor
+_FLOORS = {
+    "experts": ("routed experts",), "shared expert": ("shared expert",), "router": ("router",), "mHC": ("mHC site",),
+    "engram": ("engram",), "lm_head": ("lm_head",), "draft lm_head": ("draft lm_head",), "Markov head": ("Markov head",),
+    "attention: front_projection": ("wq_a + wkv",), "attention: qb": ("wq_b", "index columns of QB"),
+    "attention: output_projection": ("wo_a", "wo_b"), "draft experts": ("draft experts",),
+    "attention: sparse_attention": ("attention, window + selected", "attention, window alone"),
+    "attention: indexer": ("dense score FULL2", "dense score FULL1", "sparse score", "select tokens", "candidate blocks + plan"),
+    "attention: global_producer": ("producer FULL2", "producer FULL1"), "draft commit": ("main_proj", "draft commit"),
+}  # fmt: skip
+
+
+def merged_parts(parts: dict[str, float]) -> dict[str, float]:
+    """Parts of bench.layers (us, or kernels), largest first, those of the hyper-connections as one: their floor is one too."""
+    out = {}
+    for part, us in parts.items():
+        name = "mHC" if part.startswith("mHC") else part
+        out[name] = out.get(name, 0.0) + us
+    return dict(sorted(out.items(), key=lambda kv: -kv[1]))
+
+
+def part_floors(results: Results, source: Source) -> dict[str, float]:
+    """{part: floor us of one step}, from the decode run that was traced; {} if its file is not there."""
+    run = next((r for r in results.steps if r.source.utc == source.utc and "rows" in r.result.get("floor", {})), None)
+    if run is None:
+        return {}
+    floors = {}
+    for row in run.result["floor"]["rows"]:
+        floors[row["op"]] = floors.get(row["op"], 0.0) + row["count"] * row["us"]
+    return {part: sum(floors.get(op, 0.0) for op in ops) for part, ops in _FLOORS.items()}
+
+
+def switches(results: Results) -> str:
+    link, out = links(results), ""
+    for source, d in results.of("options"):
+        p = d["protocol"]
+        rows = [[r["variant"], r["step_ms"]["median"], spread(r["step_ms"]["min"], r["step_ms"]["max"]),
+                 r["minus_default_ms"]["median"], spread(r["minus_default_ms"]["min"], r["minus_default_ms"]["max"]),
+                 r["verdict"] if r["field"] else "-"] for r in d["results"]]  # fmt: skip
+        out += f"{p['preset']}, {len(p['layers'])} layers, B {p['batch']}, context {p['context']}, source {link[source.file]}.\n\n"
+        out += table(["variant", "step ms", "rounds", "minus default, same round", "rounds", "verdict"], rows)
+        out += "".join(f"\nNot taken: {name}: {why}." for name, why in d["not_taken"].items()) + "\n\n"
+    return out
+
+
+def agreement(results: Results) -> str:
+    link, out = links(results), ""
+    for source, d in results.of("agreement"):
+        p, r = d["protocol"], d["result"]
+        out += (f"**{r['statement']}**: {p['a']['asked']} against {p['b']['asked']}, {p['weights']}, {len(p['layers'])} layers, "
+                f"prompts of {p['prompt_tokens'][0]} to {p['prompt_tokens'][1]} tokens ({p['prompts']}), {p['max_new_tokens']} "
+                f"tokens each, source {link[source.file]}.\n\n")  # fmt: skip
+        rows = [[task, f"{s['identical']} of {s['prompts']}", ", ".join(map(str, s["first_divergence"])) or "-",
+                 s["logits_rms"]["median"], s["logits_rms"]["max"], s["kl"]["max"], s["same_largest"]]
+                for task, s in [*r["tasks"].items(), ("total", r["total"])]]  # fmt: skip
+        out += table(["task", "identical", "first divergence", "logits rms, median", "max", "KL max", "same largest logit"], rows)
+        out += "".join(f"\n{note}." for note in p["notes"]) + "\n\n"
+    return out
+
+
+def exchange(results: Results) -> str:
+    link = links(results)
+    rows = [[link[s.file], ", ".join(f"{k} {v}" for k, v in d["what"].items()), str(d["against_one_device"])]
+            for s, d in results.of("exchange")]  # fmt: skip
+    return table(["source", "what", "against one device"], rows) if rows else ""
+
+
+def report(results: Results, charts: list[str]) -> str:
+    """The whole markdown file. charts: PNG names that exist beside it."""
+    show = lambda name: f"![{name}]({name})\n\n" if name in charts else ""
+    plain = [r for r in results.steps if not r.axes]
+    swept = [r for r in results.steps if r.axes]
+    missing = "".join(f"* {kind}: no file; `{cmd} --out FILE` makes one\n" for kind, cmd in results.missing().items())
+    failed = "".join(f"\nDid not fit: {asked}: {why} ({links(results)[s.file]})." for s, _, asked, why in results.failed)
+    parts = [
+        ("Sources", sources(results)),
+        ("The whole step", steps(results, plain) if plain else ""),
+        ("Where the step goes", show("step.png") + layers(results)),
+        ("Operators", show("operators.png") + operators(results, newest(results.operators)) if results.operators else ""),
+        ("Scaling", show("scaling.png") + (steps(results, swept) + failed if swept else "")),
+        ("Switches, each alone against the default", show("options.png") + switches(results)),
+        ("Agreement of outputs", agreement(results)),
+        ("Expert exchange", exchange(results)),
+        ("Not measured yet", missing),
+    ]  # fmt: skip
+    head = "# Results\n\nWritten by `python -m bench.report` from the JSON files in this folder; do not edit.\n"
+    return head + "".join(f"\n## {title}\n\n{text.rstrip()}\n" for title, text in parts if text.strip())
+
+
+def summary(results: Results, folder: str, charts: list[str]) -> str:
+    """What the repository's README shows. folder: where the results are, seen from there."""
+    def where(s: Source) -> str:
+        versions = ", ".join(f"{k} {s.versions[k]}" for k in ("jax", "triton") if k in s.versions)
+        return f"[{s.device}, {versions}, {s.commit}, {s.date}]({folder}/{s.file})"
+
+    out = ""
+    whole = sorted((r for r in results.steps if not r.axes), key=lambda r: r.source.utc)
+    if whole:
+        rows = [[f"{what_ran(r)}, B {r.protocol['batch']}, context {r.protocol['context']}", r.result["step_ms"],
+                 spread(min(r.result["rounds_step_ms"]), max(r.result["rounds_step_ms"])), r.result["floor_ms"],
+                 r.result["ratio"], where(r.source)] for r in whole]  # fmt: skip
+        out += table(["whole step", "ms", "rounds", "floor ms", "ratio", "run"], rows) + "\n"
+    latest = newest(results.operators)
+    plain = {(r.operator, r.spec): r.median for r in latest if r.implementation == "reference"}
+    rows = [[f"{r.operator}, {r.spec}", r.implementation, r.median, r.floor, r.ratio, r.goal, plain.get((r.operator, r.spec)),
+             where(r.source)] for r in latest if r.shown]  # fmt: skip
+    if rows:
+        out += table(["operator, spec", "kernel", "us", "floor us", "ratio", "goal us", "plain XLA us", "run"], rows) + "\n"
+    for source, d in results.of("agreement"):
+        p = d["protocol"]
+        sides = f"{p['a']['asked']} against {p['b']['asked']}"
+        out += f"{d['result']['statement']}: {sides}, {p['weights']}, {len(p['layers'])} layers, {where(source)}.\n\n"
+    out += "".join(f"![{name}]({folder}/{name})\n\n" for name in charts)
+    missing = results.missing()
+    lacking = f"Not measured yet: {', '.join(missing)}. " if missing else ""
+    return f"{out}{lacking}Every row: [{folder}]({folder}/README.md).\n"
+
+
+def insert(text: str, section: str) -> str:
+    """A README with `section` between its marks. Raises ValueError where they are missing."""
+    start, end = (text.find(mark) for mark in MARKS)
+    if not 0 <= start < end:
+        raise ValueError(f"README: expected the lines {MARKS[0]!r} and {MARKS[1]!r}, in this order")
+    return text[: start + len(MARKS[0])] + "\n\n" + section + "\n" + text[end:]
+
+
+def main(argv=None) -> None:
+    p = argparse.ArgumentParser(prog="bench.report", description=__doc__.split("\n\n")[0])
+    p.add_argument("--results", type=pathlib.Path, default=FOLDER, help="folder of JSON files (default bench/results)")
+    p.add_argument("--readme", type=pathlib.Path, help="file with the marks (default: the repository's, for the default folder)")
+    args = p.parse_args(argv)
+    readme = args.readme or (README if args.results.resolve() == FOLDER else None)
+    try:
+        results = read(args.results)
+        text = readme.read_text() if readme else None
+        if text is not None:
+            insert(text, "")  # refuses a file without the marks before anything is written
+    except (ValueError, OSError) as e:
+        sys.exit(f"bench.report: {e}")
+    from bench.charts import draw
+
+    charts = draw(results, args.results)
+    (args.results / "README.md").write_text(report(results, charts))
+    print(f"{args.results / 'README.md'}: {len(results.sources)} files, charts {', '.join(charts)}")
+    for kind, command in results.missing().items():
+        print(f"no {kind} file: {command} --out FILE")
+    if readme:
+        inside = args.results.resolve().relative_to(readme.resolve().parent).as_posix()
+        readme.write_text(insert(text, summary(results, inside, charts)))
+        print(f"{readme}: results section")
+
+
+if __name__ == "__main__":
+    main()
