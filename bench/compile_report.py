@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+ARCHES = {"h200": "sm_90", "b200": "sm_100", "b300": "sm_103"}
 TARGETS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "targets"
 KINDS = (  # what a parameter counts as, by its path: the first that matches
     ("engram tables", ".engram.table"),
@@ -35,7 +36,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--gamma", type=int, help="drafts per step (default: the draft block)")
     p.add_argument("--exchange", default="gather", choices=("gather", "reduce_scatter", "all_to_all", "ragged"))
-    p.add_argument("--impl", default="reference", help="reference, or operator=name[,...] beside it")
+    p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled HLO")
     p.add_argument("--out", metavar="FILE", help="write the report as JSON")
     return p.parse_args(argv)
@@ -48,10 +49,12 @@ def lower(args, mesh):
     import jax
     from jax.sharding import NamedSharding
 
+    from bench.decode import decode_options, takes_shuffled_experts
     from bench.presets import cut_layers
     from dsv41_jax.cache import CacheGeometry, PageTables
     from dsv41_jax.model import Network
-    from dsv41_jax.options import DecodeOptions
+    from dsv41_jax.expert_order import as_shuffled
+    from dsv41_jax.params import flat_paths
     from dsv41_jax.precision import RELEASED
     from dsv41_jax.presets import PRESETS
     from dsv41_jax.sampling import pack_sampling
@@ -63,13 +66,14 @@ def lower(args, mesh):
         raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {args.preset!r}")
     c = PRESETS[args.preset]
     c = cut_layers(c, args.layers) if args.layers else c
-    pairs = [part.split("=", 1) for part in args.impl.split(",") if "=" in part]
-    options = DecodeOptions("reference", tuple(map(tuple, pairs)))
+    options = decode_options(args)
     page_tokens, rows = 128, args.batch * mesh.size
     columns = -(-(args.context + 1024) // page_tokens)
     g = CacheGeometry(args.batch, 1 + args.batch * columns, page_tokens, span=c.dspark_block_size + 1)
     net = Network(c, g, RELEASED, options)
     params, state = global_parameters(c, mesh), abstract_state(c, g, RELEASED, mesh)
+    if takes_shuffled_experts(options):
+        params = jax.tree.unflatten(jax.tree.structure(params), list(as_shuffled(flat_paths(params)).values()))
     table = np.broadcast_to(np.int32(0), (rows, columns))
     batch = DecodeBatch(np.zeros(rows, np.int32), PageTables.shared(table, c),
                         pack_sampling([None] * rows, [0] * rows, c.eos_token_id))  # fmt: skip
@@ -142,13 +146,14 @@ def report(args) -> dict:
 
     from bench import hlo_report
     from bench.common import environment
+    from pallas_kernels import registry
     from sharding.mesh import compiling_for, topology_mesh
 
     target = TARGETS / f"{args.target}.textproto"
-    if not target.is_file():
-        raise ValueError(f"target: expected one of {sorted(p.stem for p in TARGETS.glob('*.textproto'))}, got {args.target!r}")
+    if args.target not in ARCHES:
+        raise ValueError(f"target: expected one of {sorted(ARCHES)}, got {args.target!r}")
     mesh = topology_mesh(target, args.ranks)
-    with compiling_for(mesh):
+    with compiling_for(mesh), registry.compiling_for(ARCHES[args.target]):
         began = time.perf_counter()
         lowered, net, params, state = lower(args, mesh)
         lowered_at = time.perf_counter()
@@ -208,6 +213,8 @@ def show(r: dict) -> None:
 def main(argv=None) -> None:
     args = parse(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler is found by its plugin, no GPU is asked for
+    # what the benchmarks on a GPU run with; without a device to time them on, Triton's tilings would all be compiled
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     from bench.common import write_json
 
     try:

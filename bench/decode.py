@@ -44,6 +44,8 @@ def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
 
 def parse(argv=None) -> argparse.Namespace:
     p = workload_parser("bench.decode", __doc__)
+    p.add_argument("--ranks", type=int, help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
+    p.add_argument("--exchange", help="how rows reach the experts of other ranks (bench.exchange; default: gather)")
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)
@@ -55,7 +57,7 @@ def decode_options(args):
 
     pairs = [part.split("=", 1) for part in args.impl.split(",") if "=" in part]
     default = next((part for part in args.impl.split(",") if "=" not in part), "auto")
-    return DecodeOptions(default, tuple((op, name) for op, name in pairs), args.fake_balance)
+    return DecodeOptions(default, tuple((op, name) for op, name in pairs), getattr(args, "fake_balance", False))
 
 
 def takes_shuffled_experts(options) -> bool:
@@ -137,12 +139,12 @@ def check_in_place(bench) -> None:
 
     from bench.hlo_report import pool_copies
 
-    held = sum(a.nbytes for a in jax.tree.leaves(bench.state))
+    held = sum(a.nbytes for a in jax.tree.leaves(bench.state)) // bench.ranks
     aliased = bench.compiled.memory_analysis().alias_size_in_bytes
-    if aliased < held:
+    if aliased < held:  # both of one device
         raise SystemExit(f"bench.decode: the state holds {held} bytes, the compiled step aliases only {aliased}")
     pools = jax.tree.leaves((bench.state.window, bench.state.draft_window, bench.state.global_kv, bench.state.index))
-    copies = pool_copies(bench.hlo, {("u8", a.size) for a in pools})
+    copies = pool_copies(bench.hlo, {("u8", a.size // bench.ranks) for a in pools})
     if copies:
         raise SystemExit("bench.decode: the compiled step copies whole pools:\n" + "\n".join(copies[:8]))
 
@@ -160,17 +162,18 @@ def check_outputs(rounds: list[Round], batch: int, gamma: int) -> None:
 class Bench:
     """One workload, built and compiled on the default device.
 
-    params: parameters of another Bench of the same network, instead of new ones."""
+    params: parameters of another Bench of the same network, instead of new ones. ranks, placement: how many devices
+    share the work, and the sharding of batch and state; bench.ranks has a Bench of more than one."""
+
+    ranks, placement, mesh = 1, None, None
 
     def __init__(self, args, watch: CompileWatch, params=None):
         import jax
 
         from bench import presets, synthetic
-        from dsv41_jax.cache import CacheGeometry, PageTables
+        from dsv41_jax.cache import CacheGeometry
         from dsv41_jax.model import Network
         from dsv41_jax.precision import RELEASED
-        from dsv41_jax.sampling import SamplingParams, pack_sampling
-        from dsv41_jax.step import DecodeBatch, Steps
 
         self.args = args
         self.workload = w = presets.workload(
@@ -178,27 +181,53 @@ class Bench:
         )
         if args.steps * (args.gamma + 1) > w.headroom:
             raise ValueError(f"steps: expected at most {w.headroom // (args.gamma + 1)} a round, got {args.steps}")
-        columns = -(-w.capacity // w.page_tokens)
-        self.geometry = CacheGeometry(w.batch, 1 + w.batch * columns, w.page_tokens, span=args.gamma + 1)
+        pages = 1 + w.batch * -(-w.capacity // w.page_tokens)
+        self.geometry = CacheGeometry(w.batch, pages, w.page_tokens, span=args.gamma + 1)
         start = time.perf_counter()
         options = decode_options(args)
         self.shuffled = takes_shuffled_experts(options)
         if params is None:
-            params = synthetic.random_parameters(w.config, args.seed, self.shuffled)
+            params = synthetic.random_parameters(w.config, args.seed, self.shuffled, self.mesh)
         self.params = params
-        self.state = synthetic.random_state(w.config, self.geometry, w.context, args.seed)
+        self.state = self.make_state()
         jax.block_until_ready((params, self.state))
         self.made_s = time.perf_counter() - start
-        table = synthetic.permuted_table(w.batch, columns, args.seed)
-        sampling = pack_sampling([SamplingParams(forced=True, ignore_eos=True)] * w.batch, [0] * w.batch, w.config.eos_token_id)
-        slots = np.random.default_rng(args.seed).permutation(w.batch).astype(np.int32)
-        self.batch = jax.device_put(DecodeBatch(slots, PageTables.shared(jax.device_put(table), w.config), sampling))
+        self.batch = jax.device_put(self.host_batch(), self.placement)
         self.start_registers = {k: np.asarray(getattr(self.state, k)) for k in ("length", "anchor", "history")}
         self.net = Network(w.config, self.geometry, RELEASED, options)
         self.experts = params.layers[0].ffn.experts
-        self.steps = Steps(self.net, params, args.gamma)
+        self.steps = self.make_steps()
         print(f"weights and state made in {self.made_s:.1f} s", flush=True)
         self.compile()
+
+    def make_state(self):
+        from bench import synthetic
+
+        return synthetic.random_state(self.workload.config, self.geometry, self.workload.context, self.args.seed)
+
+    def make_steps(self):
+        from dsv41_jax.step import Steps
+
+        return Steps(self.net, self.params, self.args.gamma)
+
+    def host_batch(self, rank: int = 0):
+        """One rank's DecodeBatch of host arrays: every request in a slot of its own, pages in random order."""
+        from bench import synthetic
+        from dsv41_jax.cache import PageTables
+        from dsv41_jax.sampling import SamplingParams, pack_sampling
+        from dsv41_jax.step import DecodeBatch
+
+        w, seed = self.workload, self.args.seed + rank
+        table = synthetic.permuted_table(w.batch, (self.geometry.pages - 1) // w.batch, seed)
+        sampling = pack_sampling([SamplingParams(forced=True, ignore_eos=True)] * w.batch, [0] * w.batch, w.config.eos_token_id)
+        slots = np.random.default_rng(seed).permutation(w.batch).astype(np.int32)
+        return DecodeBatch(slots, PageTables.shared(table, w.config), sampling)
+
+    def floor(self, peaks) -> dict:
+        """`floors.step_floor` of one rank."""
+        from bench.floors import step_floor
+
+        return step_floor(self.workload, self.args.gamma, peaks)
 
     def compile(self) -> None:
         """Compile `steps`: sets compiled, hlo and compile_s. Raises ValueError where an operator refuses the shapes."""
@@ -214,7 +243,7 @@ class Bench:
         """Back to the context the protocol starts from; the pools keep what the last round wrote."""
         import jax
 
-        self.state = dataclasses.replace(self.state, **jax.device_put(self.start_registers))
+        self.state = dataclasses.replace(self.state, **jax.device_put(self.start_registers, self.placement))
         jax.block_until_ready(self.state)
 
     def round(self, count: int) -> Round:
@@ -229,14 +258,14 @@ def measure(bench: Bench, watch: CompileWatch) -> list[Round]:
     for i in range(args.warmup):
         warm = bench.round(args.steps)
         print(f"warm-up {i}: first step {warm.done[0]:.2f} s, then {warm.token_ms(1):.3f} ms a step", flush=True)
-        check_outputs([warm], bench.workload.batch, args.gamma)
+        check_outputs([warm], bench.workload.batch * bench.ranks, args.gamma)
     before, rounds = watch.count, []
     for i in range(args.rounds):
         rounds.append(bench.round(args.steps))
         print(f"round {i}: {rounds[-1].token_ms(1):.3f} ms a step", flush=True)
     if watch.count != before:
         raise SystemExit(f"bench.decode: {watch.count - before} compilations after warm-up, expected none")
-    check_outputs(rounds, bench.workload.batch, args.gamma)
+    check_outputs(rounds, bench.workload.batch * bench.ranks, args.gamma)
     return rounds
 
 
@@ -244,13 +273,11 @@ def result(bench: Bench, rounds: list[Round], peaks) -> dict:
     """The numbers of a run, as plain data."""
     import jax
 
-    from bench.floors import step_floor
-
-    args, w, per_step = bench.args, bench.workload, bench.args.gamma + 1
+    w, per_step = bench.workload, bench.args.gamma + 1
     token_ms = statistics.median(r.token_ms(per_step) for r in rounds)
     step_ms = per_step * token_ms
     gaps = [(b - a) * 1e3 for r in rounds for a, b in zip(r.done, r.done[1:])]
-    floor = step_floor(w, args.gamma, peaks)
+    floor = bench.floor(peaks)
     memory = bench.compiled.memory_analysis()
     stats = jax.devices()[0].memory_stats() or {}
     host = sorted(d * 1e3 for r in rounds for d in r.dispatch[1:])
@@ -260,7 +287,7 @@ def result(bench: Bench, rounds: list[Round], peaks) -> dict:
         "ratio": round(step_ms / floor["ms"], 4),
         "token_ms": round(token_ms, 5),
         "tps_per_request": round(1e3 / token_ms, 3),
-        "tps_aggregate": round(1e3 / token_ms * w.batch, 2),
+        "tps_aggregate": round(1e3 / token_ms * w.batch * bench.ranks, 2),
         "rounds_step_ms": [round(per_step * r.token_ms(per_step), 4) for r in rounds],
         "step_gap_ms": {"min": round(min(gaps), 4), "median": round(statistics.median(gaps), 4), "max": round(max(gaps), 4)},
         "host_ms_per_step": {"median": round(statistics.median(host), 4), "max": round(host[-1], 4)},
@@ -283,11 +310,12 @@ def protocol(bench: Bench) -> dict:
 
     args, w = bench.args, bench.workload
     options = decode_options(args)
-    explained = explain_operators(w.config, options, batch=w.batch, context=w.capacity)
+    explained = explain_operators(w.config, options, batch=w.batch, context=w.capacity, ranks=bench.ranks)
     if options.impl("experts") == "auto":  # asked about the weights as they are held
-        explained["experts"] = explain_experts(bench.experts, w.config, w.batch * (args.gamma + 1))
+        explained["experts"] = explain_experts(bench.experts, w.config, w.batch * (args.gamma + 1), bench.ranks)
     return {
         "preset": w.name,
+        "ranks": bench.ranks,
         "layers": [s.kind for s in w.config.layers],
         "draft_stages": w.config.num_nextn_predict_layers,
         "experts": w.config.n_routed_experts,
@@ -310,52 +338,29 @@ def protocol(bench: Bench) -> dict:
     }
 
 
-def explain_experts(experts, c, rows: int) -> dict[str, str]:
-    """`explain` of the routed experts for their weights as they are held, in whichever order."""
+def explain_experts(experts, c, rows: int, ranks: int = 1) -> dict[str, str]:
+    """`explain` of the routed experts for their weights as they are held, in whichever order; rows: of one rank."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.experts import api
 
-    k, shape = c.num_experts_per_tok, jax.ShapeDtypeStruct
-    weights = (shape(a[...].shape, a[...].dtype) for a in (experts.w13, experts.s13, experts.w2, experts.s2))
+    k, rows, shape = c.num_experts_per_tok, rows * ranks, jax.ShapeDtypeStruct
+    local = lambda a: shape((a.shape[0] // ranks, *a.shape[1:]), a.dtype)
+    weights = (local(a[...]) for a in (experts.w13, experts.s13, experts.w2, experts.s2))
     return api.explain(shape((rows, c.hidden_size), jnp.bfloat16), shape((rows, k), jnp.int32),
                        shape((rows, k), jnp.float32), *weights, swiglu_limit=c.swiglu_limit)  # fmt: skip
 
 
-# more kernels than any step has: no part of it becomes a CUDA graph
-_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
+def make_bench(args, watch: CompileWatch) -> Bench:
+    """Raises ValueError for an exchange without ranks."""
+    if args.ranks:
+        from bench.ranks import RanksBench
 
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """Stands in for `Steps` in a profiled round: the same step from an executable of its own."""
-
-    compiled: object
-    leaves: list
-
-    def decode(self, state, batch):
-        return self.compiled(self.leaves, state, batch)
-
-
-def profile(bench: Bench, folder: str, count: int = 4) -> None:
-    """Trace a short round of its own, after the measured ones, into `folder`, with the traced step's HLO beside it.
-
-    On a GPU the step is compiled once more, without CUDA graphs: the profiler names the HLO instruction of a kernel only
-    if XLA launched it by itself. The kernels are the same; the gaps between them are not the measured step's."""
-    import jax
-
-    hlo, steps = bench.hlo, bench.steps
-    if jax.default_backend() == "gpu":
-        compiled = steps.lower_decode(bench.state, bench.batch).compile(_NO_GRAPHS)
-        hlo, steps = compiled.as_text(), _Traced(compiled, steps.leaves)
-        bench.rewind()
-        bench.state, _ = run_round(steps, bench.state, bench.batch, 2)
-    bench.rewind()
-    with jax.profiler.trace(folder):
-        bench.state, _ = run_round(steps, bench.state, bench.batch, count)
-    with open(os.path.join(folder, "step.hlo"), "w") as f:
-        f.write(hlo)
+        return RanksBench(args, watch)
+    if args.exchange:
+        raise ValueError(f"--exchange {args.exchange}: expected --ranks beside it")
+    return Bench(args, watch)
 
 
 def main(argv=None) -> dict:
@@ -366,7 +371,7 @@ def main(argv=None) -> dict:
 
     peaks = common.measure_peaks()
     print(f"copy {peaks.copy_gbps:.0f} GB/s, bf16 {peaks.bf16_tflops:.0f}, fp8 {peaks.fp8_tflops:.0f} TFLOP/s", flush=True)
-    bench = Bench(args, watch)
+    bench = make_bench(args, watch)
     print(f"compiled: {bench.compile_s}", flush=True)
     if args.hlo:
         with open(args.hlo, "w") as f:
@@ -381,6 +386,8 @@ def main(argv=None) -> dict:
         "result": result(bench, rounds, peaks),
     }
     if args.profile:
+        from bench.tracing import profile
+
         profile(bench, args.profile)
     if args.out:
         common.write_json(args.out, out)

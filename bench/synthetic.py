@@ -18,6 +18,8 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.precision import RELEASED
 from pallas_kernels import codecs
+from pallas_kernels.experts.layout import shuffled_shapes
+from sharding.rules import global_parameters
 
 _UNIFORM = 12.0**0.5  # a uniform value of width 1 has deviation 1/sqrt(12)
 
@@ -81,8 +83,14 @@ _MOMENTS = {
 _EXPERT_INPUTS = {"w13": 2, "w2": 2, "s13": 32, "s2": 32}  # inputs per stored byte of the last axis
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype", "kind", "arguments"))
-def _make(seed, *, shape, dtype, kind, arguments):
+@functools.lru_cache
+def _maker(sharding):
+    """`_values`, jitted: every device makes its own part of a sharded array."""
+    placed = {} if sharding is None else {"out_shardings": sharding}
+    return jax.jit(_values, static_argnames=("shape", "dtype", "kind", "arguments"), **placed)
+
+
+def _values(seed, *, shape, dtype, kind, arguments):
     if kind == "uniform":
         return uniform(shape, seed, *arguments).astype(dtype)
     if kind == "below":
@@ -104,17 +112,6 @@ def _shuffled_scales(shape, seed, low: int):
     factor = codecs.e8m0_to_f32(jnp.full((*shape[:2], 2, shape[3]), low, jnp.uint8)) * 32.0
     bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.concatenate([bits(levels), bits(factor)], 2)
-
-
-def _shuffled_shapes(c: ModelConfig, local: int) -> dict:
-    """Expert tensors in the order of experts.shuffle_weights: {name: (shape, inputs of its matrix)}."""
-    h, f = c.hidden_size, c.moe_intermediate_size
-    return {
-        "w13": ((local, f // 32, h // 128, 8, 128), h),
-        "s13": ((local, f // 32, h // 256 + 2, 128), h),
-        "w2": ((local, h // 64, f // 128, 8, 128), f),
-        "s2": ((local, h // 64, f // 256 + 2, 128), f),
-    }
 
 
 def _recipe(path: str, leaf, inputs: int, c: ModelConfig):
@@ -147,32 +144,36 @@ def _matrix_inputs(path: str, leaves: dict) -> int:
     return (weight if weight is not None else leaves[path]).shape[-1]
 
 
-def random_parameters(c: ModelConfig, seed: int = 0, shuffled: bool = False) -> Transformer:
-    """A Transformer of one rank (its config's experts are all local) with every leaf filled on the default device.
+def random_parameters(
+    c: ModelConfig, seed: int = 0, shuffled: bool = False, mesh: jax.sharding.Mesh | None = None
+) -> Transformer:
+    """A Transformer of one rank (its config's experts are all local) with every leaf filled on the default device, or one
+    over all ranks of a mesh.
 
     shuffled: routed experts in the order of experts.shuffle_weights, which the Hopper kernel takes."""
-    module = Transformer(c)
+    module = Transformer(c) if mesh is None else global_parameters(c, mesh)
     leaves = flat_paths(module)
     made = []
     for path, leaf in leaves.items():
         leaf_seed = jnp.uint32(zlib.crc32(f"{seed}.{path}".encode()))
         name = path.rpartition(".")[2]
         if shuffled and ".experts." in path:
-            shape, inputs = _shuffled_shapes(c, leaf.shape[0])[name]
-            low = _scale_byte(inputs, "f4") - 2
+            shape = shuffled_shapes(leaf.shape[0], c.hidden_size, c.moe_intermediate_size)[name]
+            low = _scale_byte(c.hidden_size if name.endswith("13") else c.moe_intermediate_size, "f4") - 2
             kind, arguments = ("words", ()) if name in ("w13", "w2") else ("row scales", (low,))
             dtype = jnp.dtype(jnp.int32)
         else:
             shape, dtype = leaf.shape, leaf.dtype
             kind, arguments = _recipe(path, leaf, _matrix_inputs(path, leaves), c)
-        made.append(_make(leaf_seed, shape=shape, dtype=dtype, kind=kind, arguments=arguments))
+        make = _maker(None if mesh is None else leaf.sharding)
+        made.append(make(leaf_seed, shape=shape, dtype=dtype, kind=kind, arguments=arguments))
     return jax.tree.unflatten(jax.tree.structure(module), made)
 
 
-def random_state(c: ModelConfig, g: CacheGeometry, context: int, seed: int = 0) -> State:
+def random_state(c: ModelConfig, g: CacheGeometry, context: int, seed: int = 0, sharding=None) -> State:
     """A state in precision `released` as it would be after `context` tokens per slot: all records valid, values of order 1.
 
-    Nothing was prefilled: keys of neighbouring positions are unrelated.
+    Nothing was prefilled: keys of neighbouring positions are unrelated. sharding: of every array; `g` is that of all ranks.
     """
     shapes = jax.eval_shape(lambda: init_state(c, g, RELEASED))
 
@@ -209,7 +210,8 @@ def random_state(c: ModelConfig, g: CacheGeometry, context: int, seed: int = 0) 
             draft_from=jnp.zeros(shapes.draft_from.shape, jnp.int32),
         )
 
-    return jax.jit(fill)(jnp.uint32(zlib.crc32(f"{seed}.state".encode())))
+    placed = {} if sharding is None else {"out_shardings": sharding}
+    return jax.jit(fill, **placed)(jnp.uint32(zlib.crc32(f"{seed}.state".encode())))
 
 
 def permuted_table(batch: int, columns: int, seed: int = 0) -> np.ndarray:

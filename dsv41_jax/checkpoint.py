@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41_jax import expert_order as order
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
 from dsv41_jax.json_files import read_json
@@ -44,6 +45,7 @@ def load(
     ranks: int = 1,
     rank: int = 0,
     device=None,
+    expert_order: str = "auto",
     progress: bool = True,
 ) -> Transformer:
     """The parameters of one rank, as arrays on `device`.
@@ -51,12 +53,17 @@ def load(
     config: geometry; None reads the folder's config.json. ranks, rank: expert-parallel ranks and which one this is; it
     gets experts [rank*E/ranks, (rank+1)*E/ranks) and engram rows [rank*ceil(n/ranks), ...), zero-padded at the end.
     device: a jax.Device or Sharding; None is the default device. progress: a bar on stderr.
+    expert_order: "checkpoint", "shuffled" as the Hopper kernel reads them, or "auto": what the device's kernel reads.
     Raises CheckpointError with every missing, unexpected, wrongly shaped or wrongly typed tensor and every unreadable
     file, before any device allocation; ConfigError for an impossible config; ValueError for bad ranks.
     """
     c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
+    shuffled = order.wanted(expert_order, c, device)
     devices = dict.fromkeys(flat_paths(placeholders), device)
-    return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
+    arrays = _read_leaves(c, flat_paths(placeholders), files, token_map, ranks, rank, devices, progress)
+    if shuffled:
+        order.warn_of(order.shuffle([arrays]))
+    return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
 
 
 def reload(
@@ -75,7 +82,8 @@ def reload(
     replaced: a partial reload does not exist.
     """
     c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
-    live, new = flat_paths(params), flat_paths(placeholders)
+    live, stored = flat_paths(params), flat_paths(placeholders)
+    new = order.as_held(stored, live)
     problems = [f"{path}: not a parameter of the live model" for path in new if path not in live]
     problems += [f"{path}: the live model has it, the checkpoint does not" for path in live if path not in new]
     problems += [
@@ -87,7 +95,11 @@ def reload(
         raise CheckpointError(folder, problems)
     # an array put on a device by name is "committed", which is part of a compiled step's signature
     devices = {path: leaf.sharding if leaf.committed else None for path, leaf in live.items()}
-    return _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress)
+    arrays = _read_leaves(c, stored, files, token_map, ranks, rank, devices, progress)
+    stayed = order.shuffle([arrays], order.shuffled_stems(live))
+    if stayed:
+        raise CheckpointError(folder, [f"{stem}: scales do not fit the live experts' order" for stem in stayed])
+    return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
 
 
 def load_ranks(
@@ -96,19 +108,23 @@ def load_ranks(
     *,
     devices: Sequence,
     split: Callable[[str], bool],
+    expert_order: str = "auto",
     progress: bool = True,
 ) -> tuple[ModelConfig, list[dict[str, jax.Array]]]:
     """(config, one {parameter path: array} per rank): rank r of len(devices) ranks on devices[r].
 
     split(path): whether the ranks hold different parts of a parameter. Rank 0 has every parameter; the others have only
-    their parts, since copies travel faster between devices than from the folder. Raises like `load`.
+    their parts, since copies travel faster between devices than from the folder. expert_order, raises: like `load`.
     """
     ranks = len(devices)
     c, placeholders, files, token_map = _validated(folder, config, ranks, 0)
+    shuffled = order.wanted(expert_order, c, devices[0])
     out = []
     for rank, device in enumerate(devices):
         wanted = {path: leaf for path, leaf in flat_paths(placeholders).items() if rank == 0 or split(path)}
         out.append(_read_leaves(c, wanted, files, token_map, ranks, rank, dict.fromkeys(wanted, device), progress))
+    if shuffled:
+        order.warn_of(order.shuffle(out))
     return c, out
 
 
@@ -274,11 +290,6 @@ def _validated(folder, config, ranks, rank):
 
 
 # reading --------------------------------------------------------------------------------------------------------------
-
-
-def _read_all(c, placeholders, files, token_map, ranks, rank, devices, progress) -> Transformer:
-    arrays = _read_leaves(c, flat_paths(placeholders), files, token_map, ranks, rank, devices, progress)
-    return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
 
 
 def _read_leaves(c, leaves, files, token_map, ranks, rank, devices, progress) -> dict[str, jax.Array]:

@@ -5,12 +5,15 @@ takes; `reference` is always last and takes everything. `resolve` returns the fi
 those before it, so a fallback can be asked for (`explain`) and never has to be guessed.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 CPU = "cpu"
+_TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("target architecture", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,29 @@ class Implementation:
     refuses: Callable[..., str | None] = lambda *a, **k: None
 
 
+@contextlib.contextmanager
+def compiling_for(arch: str) -> Iterator[None]:
+    """What is traced inside is meant for `arch` ("sm_103", ...), whatever the default device is."""
+    token = _TARGET.set(arch)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
 def current_arch() -> str:
-    """"sm_90", "sm_100", "sm_103", ... of the default device, or "cpu"."""
+    """"sm_90", "sm_100", "sm_103", ... that is compiled for (`compiling_for`, else the default device), or "cpu"."""
+    if target := _TARGET.get():
+        return target
     if jax.default_backend() != "gpu":
         return CPU
     return "sm_" + str(jax.devices()[0].compute_capability).replace(".", "")
+
+
+def current_capability() -> int | None:
+    """90, 100, 103, ... of `current_arch`, None for a CPU."""
+    arch = current_arch()
+    return None if arch == CPU else int(arch.removeprefix("sm_").rstrip("a"))
 
 
 def resolve(

@@ -15,24 +15,28 @@ def load_sharded(
     mesh: jax.sharding.Mesh,
     config: ModelConfig | None = None,
     *,
+    expert_order: str = "auto",
     progress: bool = True,
 ) -> Transformer:
     """The parameters over all ranks of a mesh, as ShardedSteps takes them.
 
     Split parameters are read once each, block by block, onto the device that owns them; replicated ones are read onto
-    rank 0 and copied from device to device. The host never holds more than a block.
+    rank 0 and copied from device to device. The host never holds more than a block. expert_order: as in
+    `checkpoint.load`.
     Raises ValueError if the mesh does not divide the experts, and what `checkpoint.load` raises; all of it before any
     device allocation.
     """
     mesh_ranks(mesh)  # refuses a mesh of other axes
     devices = list(mesh.devices.flat)
-    c, parts = checkpoint.load_ranks(folder, config, devices=devices, split=is_split, progress=progress)
+    c, parts = checkpoint.load_ranks(folder, config, devices=devices, split=is_split,
+                                     expert_order=expert_order, progress=progress)  # fmt: skip
     placeholders = global_parameters(c, mesh)
     leaves = []
     for path, leaf in flat_paths(placeholders).items():
         if is_split(path):
             shards = [part.pop(path) for part in parts]
-            leaves.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+            shape = (leaf.shape[0], *shards[0].shape[1:])  # experts may be in another order than the placeholder's
+            leaves.append(jax.make_array_from_single_device_arrays(shape, leaf.sharding, shards))
         else:
             leaves.append(jax.device_put(parts[0].pop(path), NamedSharding(mesh, leaf.sharding.spec)))
     return jax.tree.unflatten(jax.tree.structure(placeholders), leaves)

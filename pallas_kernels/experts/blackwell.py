@@ -12,6 +12,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
+from .. import registry
 from ..codecs import quantize_fp8
 from . import layout, route
 
@@ -104,7 +105,7 @@ def experts(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
     experts_total=None, capability=None, block=(128, 128), warps=8, stages=3,
 ):  # fmt: skip
-    """See `api.experts`. capability: e.g. 100, where there is no device to ask; block: (weight rows, channels)."""
+    """See `api.experts`. capability: e.g. 100, by default the registry's; block: (weight rows, channels)."""
     del precision, experts_total
     import jax_triton
 
@@ -114,7 +115,7 @@ def experts(
     plan = route.plan(ids, weights, first_expert, local, ROWS)
     m, rows = plan.tiles.shape[1], plan.token.shape[0]
     common = dict(H=h, F=f, M=m, BM=ROWS, BN=block[0], BK=block[1], num_warps=warps, num_stages=stages)
-    if capability is not None:
+    if capability := capability or registry.current_capability():
         common["compute_capability"] = capability
     q, scale = quantize_fp8(x)
     t = jax_triton.triton_call(

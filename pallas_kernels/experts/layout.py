@@ -34,6 +34,18 @@ def is_shuffled(w) -> bool:
     return w.ndim == 5
 
 
+def shuffled_shapes(experts: int, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    """{"w13", "s13", "w2", "s2": shape} in the order of this module, all i32. Raises ValueError for sizes it is not for."""
+    _check("w13", hidden, width)
+    _check("w2", width, hidden)
+    return {
+        "w13": (experts, width // 32, hidden // CHUNK, 8, 128),
+        "s13": (experts, width // 32, hidden // (STAGE * CHUNK) + 2, 128),
+        "w2": (experts, hidden // ROWS, width // CHUNK, 8, 128),
+        "s2": (experts, hidden // ROWS, width // (STAGE * CHUNK) + 2, 128),
+    }
+
+
 def _swiglu_rows(f: int):
     """Row order of w1|w3: i32[2F]. Block b, warp w, r: gate of position p = 32b + 8w + r, and its up row 8 further."""
     p = np.arange(f)
