@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..codecs import FP8_FLOOR, FP8_MAX, ceil_e8m0, e8m0_to_f32, round_e4m3
+from ..triton_e4m3 import bits_of, ceil_exponent, code_of, float_of, value_of
 
 MOST_ROWS = 16  # of one program
-_SUBNORMAL = 2.0**14  # the distance of fp32 numbers from here on is 2**-9, e4m3's smallest
-_SUBNORMAL_BITS = (127 + 14) << 23
 
 
 def _re_express(g, group_axis: int, inner_axes: tuple[int, ...]):
@@ -49,26 +48,6 @@ def quantize_sorted(t):
     return q.reshape(t.shape), s.reshape(c, r)
 
 
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits):
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _code(a):
-    """f32 0 <= a <= 448 -> i32 e4m3 code, ties to even."""
-    bits = _bits(a)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    return jnp.where(a < 2.0**-6, _bits(a + _SUBNORMAL) - _SUBNORMAL_BITS, normal)
-
-
-def _value(code):
-    """Inverse of `_code`."""
-    return jnp.where(code < 8, code.astype(jnp.float32) * 2.0**-9, _float((code + 960) << 20))
-
-
 def _body(x_ref, *refs, rows: int, gathered: bool):
     """One chunk of 128 channels of `rows` rows; lane l of group q is word l // 4, byte l % 4 of that group's words.
 
@@ -84,13 +63,13 @@ def _body(x_ref, *refs, rows: int, gathered: bool):
         load = lambda q: x_ref[0, row, (lane >> 2) * 16 + 4 * q + (lane & 3)]
     groups = [load(q).astype(jnp.float32) for q in range(4)]
     largest = [jnp.maximum(jnp.max(jnp.abs(g), 1), jnp.float32(FP8_FLOOR)) * jnp.float32(1 / FP8_MAX) for g in groups]
-    exponent = [(_bits(a) >> 23) + jnp.where((_bits(a) & 0x7FFFFF) != 0, 1, 0) for a in largest]
+    exponent = [ceil_exponent(a) for a in largest]
     top = functools.reduce(jnp.maximum, exponent)
-    scale[0, :] = _float(top << 23)
+    scale[0, :] = float_of(top << 23)
     for q, (g, s) in enumerate(zip(groups, exponent, strict=True)):
-        inverse, ratio = _float((254 - s) << 23), _float(jnp.maximum(127 + s - top, 0) << 23)
-        code = _code(_value(_code(jnp.abs(g) * inverse[:, None])) * ratio[:, None])
-        code = code | jnp.where(_bits(g) < 0, 128, 0)
+        inverse, ratio = float_of((254 - s) << 23), float_of(jnp.maximum(127 + s - top, 0) << 23)
+        code = code_of(value_of(code_of(jnp.abs(g) * inverse[:, None])) * ratio[:, None])
+        code = code | jnp.where(bits_of(g) < 0, 128, 0)
         word = jnp.sum((code << (8 * (lane & 3))).reshape(rows, 8, 4), 2)
         at = jax.lax.broadcasted_iota(jnp.int32, (rows, 8), 1) * 4 + q
         words[0, jax.lax.broadcasted_iota(jnp.int32, (rows, 8), 0), at] = word

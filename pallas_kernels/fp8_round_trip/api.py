@@ -1,0 +1,40 @@
+"""fp8_round_trip: what is left of activations after FP8 with one scale per 32 channels (spec/model.md section 4)."""
+
+import jax.numpy as jnp
+
+from ..codecs import GROUP
+from ..registry import Implementation, resolve
+from . import one_pass, reference
+
+IMPLEMENTATIONS = (
+    Implementation("one_pass", one_pass.fp8_round_trip, one_pass.ARCHES, one_pass.refuses),
+    Implementation("reference", reference.fp8_round_trip),
+)
+
+
+def _validate(x):
+    if x.ndim != 2 or x.shape[1] % GROUP:
+        raise ValueError(f"fp8_round_trip: expected x [T, I] with I a multiple of {GROUP}, got {x.shape}")
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"fp8_round_trip: expected x bfloat16 or float32, got {x.dtype}")
+
+
+def fp8_round_trip(
+    x,  # bf16|f32[T, I], finite
+    *,
+    impl: str = "auto",
+    arch: str | None = None,
+):
+    """x's dtype [T, I]: `codecs.dequantize_fp8(*codecs.quantize_fp8(x))`, exact in bf16; the same bits everywhere.
+
+    Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md section 4."""
+    _validate(x)
+    chosen, _ = resolve("fp8_round_trip", IMPLEMENTATIONS, impl, arch, x)
+    return chosen.run(x)
+
+
+def explain(x, *, arch: str | None = None) -> dict[str, str]:
+    """{implementation passed over: reason, "chosen": name} for these arguments."""
+    _validate(x)
+    chosen, against = resolve("fp8_round_trip", IMPLEMENTATIONS, "auto", arch, x)
+    return {**against, "chosen": chosen.name}

@@ -1,0 +1,52 @@
+"""FP8 round trip: the kernel has the definition's bits; the definition is tested with the codecs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fp8_round_trip import explain, fp8_round_trip, one_pass, reference
+from pallas_kernels.fp8_round_trip.specs import SPECS
+from tests import deviceless
+
+
+def same_bits(got, want):
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.rows * s.channels < 1 << 20], ids=lambda s: s.name)
+def test_equals_the_definition(spec):
+    (x,) = spec.make_inputs(3)
+    same_bits(one_pass.fp8_round_trip(x, interpret=True), reference.fp8_round_trip(x))
+
+
+def test_every_bf16_of_a_group_with_a_fixed_largest():
+    """All positive bf16 up to 448 beside a 448: every code, every tie, every subnormal."""
+    values = np.arange(0x43E1, dtype=np.uint16).view(jnp.bfloat16.dtype)
+    x = np.full((len(values) // 31 + 1, 32), 448, jnp.bfloat16.dtype)
+    x[:, :31].flat[: len(values)] = values
+    x = jnp.asarray(np.where(np.arange(32) % 2, -x, x))
+    same_bits(one_pass.fp8_round_trip(x, interpret=True), reference.fp8_round_trip(x))
+
+
+def test_falls_back_with_a_reason():
+    (x,) = SPECS[0].make_inputs(0)
+    assert explain(x, arch="sm_103")["chosen"] == "one_pass"
+    assert "float32" in explain(x.astype(jnp.float32), arch="sm_90")["one_pass"]
+    with pytest.raises(ValueError, match="multiple of 32"):
+        fp8_round_trip(x[:, :33])
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_compiles_to_one_kernel_without_spills(target):
+    compiled = deviceless.compile_for(target, "pallas_kernels.fp8_round_trip.specs:deviceless_case", "front")
+    kernel = compiled.matching("fp8_round_trip")
+    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_kernel_equals_definition_on_the_gpu(spec):
+    (x,) = spec.make_inputs(5)
+    same_bits(fp8_round_trip(x, impl="one_pass"), fp8_round_trip(x, impl="reference"))
