@@ -26,7 +26,7 @@ import numpy as np
 def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
     """The flags of one workload and its protocol, which every bench of the whole step takes."""
     p = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
-    p.add_argument("--preset", default="tiny", help="tiny (CPU, seconds) or flash-rank (one full-size rank on one GPU)")
+    p.add_argument("--preset", default="tiny", help="tiny (CPU), flash-rank (one full-size rank on one GPU) or flash (--ranks)")
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--batch", type=int, help="requests (flash-rank: 64)")
     p.add_argument("--context", type=int, help="tokens of every request before the round (flash-rank: 32768)")
@@ -45,7 +45,8 @@ def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
 def parse(argv=None) -> argparse.Namespace:
     p = workload_parser("bench.decode", __doc__)
     p.add_argument("--ranks", type=int, help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
-    p.add_argument("--exchange", help="how rows reach the experts of other ranks (bench.exchange; default: gather)")
+    p.add_argument("--exchange", choices=("gather", "reduce_scatter", "all_to_all", "ragged"),
+                   help="how rows reach the experts of other ranks (default: gather)")  # fmt: skip
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)

@@ -94,12 +94,18 @@ def flash_rank(engram_vocab: int = 1_000_000) -> Workload:
     return Workload("flash-rank", c, batch=64, context=32768, notes=(expert_note, engram_note, made_note))
 
 
+def flash() -> Workload:
+    """The release over all ranks of a host (bench.decode --ranks); batch: requests of each rank."""
+    return Workload("flash", FLASH, batch=64, context=32768,
+                    notes=("random weights in the stored formats, synthetic KV, drafts accepted by force",))  # fmt: skip
+
+
 def tiny() -> Workload:
     """Every mechanism of the release in a size that a CPU runs in seconds."""
     return Workload("tiny", TINY, batch=2, context=64, headroom=256, page_tokens=16, notes=("random weights, synthetic KV",))
 
 
-PRESETS = {"tiny": tiny, "flash-rank": flash_rank}
+PRESETS = {"tiny": tiny, "flash-rank": flash_rank, "flash": flash}
 
 
 def workload(

@@ -1,0 +1,53 @@
+"""The decode benchmark over the ranks of a host: DP attention, EP experts, through `sharding.ShardedSteps`.
+
+    python -m bench.decode --preset flash --ranks 4
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m bench.decode --preset tiny --ranks 4
+
+Every rank has a batch of its own; one process dispatches for all. A step counts as done when the tokens of all ranks are
+on the host, so the slowest rank sets the time, as in the reference's protocol. The floor is that of one rank: its experts,
+over which as many rows are routed as reach them from all ranks. What the exchange moves is not in it.
+"""
+
+import dataclasses
+
+from jax.sharding import NamedSharding
+
+from bench import decode, presets, synthetic
+from bench.compile_report import make_exchange
+from bench.floors import step_floor
+from dsv41_jax.cache import CacheGeometry
+from sharding.mesh import check_ranks, make_mesh
+from sharding.rules import state_spec
+from sharding.step import ShardedSteps, stack_ranks
+
+
+class RanksBench(decode.Bench):
+    """One workload over `args.ranks` devices; the workload's batch and page tables are those of one rank.
+
+    Raises ValueError for more ranks than devices, or ranks that do not divide the experts."""
+
+    def __init__(self, args, watch: decode.CompileWatch, params=None):
+        self.ranks, self.mesh = args.ranks, make_mesh(args.ranks)
+        self.placement = NamedSharding(self.mesh, state_spec())  # every array of batch and state is split by its first axis
+        self.exchange = make_exchange(args.exchange or "gather", args.ranks)
+        check_ranks(presets.workload(args.preset, layers=args.layers).config, args.ranks)
+        super().__init__(args, watch, params)
+        note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {args.exchange or 'gather'}; " \
+               "floor of one rank, without what the exchange moves"  # fmt: skip
+        self.workload = dataclasses.replace(self.workload, notes=(*self.workload.notes, note))
+
+    def make_state(self):
+        g, w = self.geometry, self.workload
+        whole = CacheGeometry(g.slots * self.ranks, g.pages * self.ranks, g.page_tokens, g.span)
+        return synthetic.random_state(w.config, whole, w.context, self.args.seed, self.placement)
+
+    def make_steps(self):
+        return ShardedSteps(self.net, self.params, self.mesh, self.args.gamma, self.exchange)
+
+    def host_batch(self, rank: int = 0):
+        """All ranks' batches end to end."""
+        return stack_ranks([super(RanksBench, self).host_batch(r) for r in range(self.ranks)])
+
+    def floor(self, peaks) -> dict:
+        w = self.workload
+        return step_floor(dataclasses.replace(w, config=presets.rank_of(w.config, self.ranks)), self.args.gamma, peaks)
