@@ -6,6 +6,7 @@ names the file, whose device, versions, commit and date are in the table of sour
 """
 
 import argparse
+import contextlib
 import pathlib
 import sys
 
@@ -174,6 +175,23 @@ def exchange(results: Results) -> str:
     return table(["source", "what", "against one device"], rows) if rows else ""
 
 
+_SECTIONS = ("decode", "layers", "operators", "experts", "by hand", "sweep", "options", "agreement", "exchange")
+
+
+def numbers_of(value, path: str = "") -> list[tuple[str, float]]:
+    """[(path, number)] of nested plain data, lists left out."""
+    if isinstance(value, dict):
+        return [n for k, v in value.items() for n in numbers_of(v, f"{path} {k}".strip())]
+    return [(path, value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def others(results: Results) -> str:
+    """Results of benches that have no section of their own, as they are."""
+    link, found = links(results), [s for s in results.sources if s.kind not in _SECTIONS]
+    rows = [[s.kind, path, x, link[s.file]] for s in found for path, x in numbers_of(results.raw[s.file].get("result", {}))]
+    return table(["bench", "what", "value", "source"], rows) if rows else ""
+
+
 def report(results: Results, charts: list[str]) -> str:
     """The whole markdown file. charts: PNG names that exist beside it."""
     show = lambda name: f"![{name}]({name})\n\n" if name in charts else ""
@@ -190,6 +208,7 @@ def report(results: Results, charts: list[str]) -> str:
         ("Switches, each alone against the default", show("options.png") + switches(results)),
         ("Agreement of outputs", agreement(results)),
         ("Expert exchange", exchange(results)),
+        ("Other benches", others(results)),
         ("Not measured yet", missing),
     ]  # fmt: skip
     head = "# Results\n\nWritten by `python -m bench.report` from the JSON files in this folder; do not edit.\n"
@@ -260,4 +279,5 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):
+        main()

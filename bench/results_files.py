@@ -15,6 +15,7 @@ COMMANDS = {
     "options": "python -m bench.options --preset flash-rank --layers 6",
     "agreement": "python -m bench.agreement --preset flash-rank --layers 6",
     "exchange": "python -m bench.exchange --ranks R",
+    "engine": "python -m bench.engine --preset flash-rank --layers 6",
 }
 # operators whose kernels were first measured by hand: {start of a spec's name: operator}
 _BY_HAND = {
@@ -109,9 +110,9 @@ class Results:
 
 
 def kind_of(data: dict) -> str | None:
-    """Which bench wrote a file, None if none did."""
+    """Which bench wrote a file, None if none did. A bench that names itself need not be known here."""
     named = data.get("benchmark")
-    if named in ("decode", "layers", "sweep", "options", "agreement"):
+    if isinstance(named, str) and "environment" in data:
         return named
     if isinstance(data.get("results"), list):
         return "operators"

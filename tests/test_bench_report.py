@@ -145,6 +145,7 @@ def test_missing_kinds_are_named(tmp_path, text):
         ({**DECODE, "result": {k: v for k, v in RESULT.items() if k != "floor_ms"}}, "field 'floor_ms'"),
         ({**DECODE, "environment": {k: v for k, v in ENVIRONMENT.items() if k != "commit"}}, "field 'commit'"),
         ({**OPERATORS, "results": [3]}, "other types"),
+        ({"benchmark": "engine", "environment": 3}, "other types"),
     ],
 )
 def test_broken_files_are_refused_by_name(tmp_path, content, said):
@@ -154,6 +155,13 @@ def test_broken_files_are_refused_by_name(tmp_path, content, said):
     with pytest.raises(SystemExit, match=r"bench.report: .*broken.json"):
         report.main(["--results", str(tmp_path)])
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_bench_without_a_section_is_shown_as_it_is(tmp_path):
+    engine = {"benchmark": "engine", "environment": ENVIRONMENT, "result": {"reused": {"step_ms": 19.25, "ok": True}, "n": [1]}}
+    results = results_files.read(write(tmp_path, {"engine.json": engine}))
+    assert rows(report.report(results, []), "engine") == [["engine", "reused step_ms", "19.25", "[1](engine.json)"]]
+    assert "engine" not in results.missing()
 
 
 def test_no_files_is_an_error(tmp_path):
