@@ -15,7 +15,7 @@ import numpy as np
 
 from dsv41_jax import checkpoint
 from dsv41_jax.engine import Engine
-from dsv41_jax.generate import generate
+from dsv41_jax.generate import generate, stop_ids
 from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.presets import TINY
 from dsv41_jax.sampling import SamplingParams
@@ -66,9 +66,10 @@ def prompt(length: int, seed: int) -> list[int]:
 def run_alone(requests, weights=None, precision: str = "float32") -> list[tuple[list[int], str]]:
     """(token ids, reason) that `generate` gives for each (prompt, sampling, max_new_tokens). Its batches do not matter
     (test_generate), and always have eight rows here: one shape."""
-    padding = [([3] * CHUNK, GREEDY, 1)] * max(0, 8 - len(requests))
-    # outputs of one length together: a batch runs until its longest has ended
-    order = sorted(range(len(requests)), key=lambda i: requests[i][2])
+    # stochastic: a batch of greedy requests alone would be another program
+    padding = [([3] * CHUNK, SamplingParams(temperature=1.0), 1)] * max(0, 8 - len(requests))
+    # like lengths together: a batch runs as long as its longest
+    order = sorted(range(len(requests)), key=lambda i: (requests[i][2] // 15, len(requests[i][0])))
     cases = [requests[i] for i in order] + padding
     results = generate(
         params() if weights is None else weights, CONFIG, [p for p, _, _ in cases], max_new_tokens=max(n for _, _, n in cases),
@@ -97,3 +98,67 @@ def check_all_free(served: Engine) -> None:
     for rank in served._loop.scheduler.ranks:
         assert sorted(rank.free_slots) == list(range(served.limits.max_requests))
         assert rank.allocator.free == rank.allocator.capacity
+
+
+def random_sampling(rng) -> SamplingParams:
+    """Greedy, sampled and forced requests; some end at one of many stop ids, some may not end before a minimum."""
+    kind = rng.integers(4)
+    stops = tuple(rng.choice(np.arange(3, 500), 3, replace=False).tolist()) if rng.random() < 0.6 else ()
+    common = {"seed": int(rng.integers(2**32)), "stop_ids": stops, "ignore_eos": bool(rng.random() < 0.5),
+              "min_tokens": int(rng.integers(0, 6))}  # fmt: skip
+    if kind == 0:
+        return SamplingParams(**common)
+    if kind == 1:
+        return SamplingParams(forced=True, **common)
+    return SamplingParams(temperature=float(rng.choice([0.5, 1.0, 3.0])), top_k=int(rng.choice([0, 5])),
+                          top_p=float(rng.choice([1.0, 0.9])), min_p=float(rng.choice([0, 0.05])), **common)  # fmt: skip
+
+
+def random_requests(count: int, seed: int):
+    """[(prompt, sampling, max_new_tokens)]: half of the prompts begin with one of three common texts."""
+    rng = np.random.default_rng(seed)
+    common = [prompt(70, 900 + i) for i in range(3)]
+    out = []
+    for i in range(count):
+        own = prompt(int(rng.integers(1, 40)), seed * 1000 + i)
+        begin = common[rng.integers(3)][: int(rng.integers(0, 34))] if rng.random() < 0.5 else []
+        ids, new, kind = (begin + own)[: int(rng.integers(1, 33))], int(rng.integers(1, 9)), rng.random()
+        if i % 40 >= 33:  # a few in a row that outgrow the pages they start with
+            ids, new = ids[:25], int(rng.integers(25, 40))
+        elif kind < 0.04:  # runs into the end of the context
+            ids, new = (prompt(85, i) + own)[: int(rng.integers(80, 95))], 99
+        out.append((ids, random_sampling(rng), new))
+    return out
+
+
+def drive(served: Engine, cases, rng) -> list:
+    """Serve (prompt, sampling, max_new_tokens) cases that arrive at random steps; some are cancelled, and somebody else
+    takes pages and gives them back, so that the pool has every size. Returns the requests, all of them finished."""
+    allocator = served._loop.scheduler.ranks[0].allocator
+    requests, tenant, to_come = [], [], list(cases)
+    seen: dict[int, list[int]] = {}
+    while to_come or served.step():
+        for _ in range(min(len(to_come), rng.poisson(0.6))):
+            p, s, n = to_come.pop(0)
+            requests.append(served.submit(p, s, max_new_tokens=n, on_token=lambda r, new: seen.setdefault(r.id, []).extend(new)))
+        if to_come:
+            served.step()
+        running = [r for r in requests if not r.finished]
+        if running and rng.random() < 0.04:
+            running[rng.integers(len(running))].cancel()
+        if rng.random() < 0.1 or not to_come:
+            allocator.release(tenant)
+            tenant = allocator.take(min(allocator.free, int(rng.integers(0, 13)))) if to_come else []
+            served._loop.scheduler._blocked = None  # it knows only of pages that its own requests give back
+    assert all(seen.get(r.id, []) == r.token_ids for r in requests)
+    return requests
+
+
+def check_outcomes(requests, want) -> None:
+    """Every finished output is the wanted one, every cancelled one the beginning of it."""
+    assert all(r.finished for r in requests)
+    for r, (ids, reason) in zip(requests, want, strict=True):
+        if r.finish_reason == "cancelled":
+            assert r.token_ids == ids[: len(r.token_ids)]
+        else:
+            assert outcome(r) == (ids, reason), (r.id, r.sampling, r.error)

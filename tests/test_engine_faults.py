@@ -47,7 +47,7 @@ BAD = {
     "reserved image id": ([5, harness.CONFIG.image_token_id + 1], {}, "is a reserved image id"),
     "no integers": ([5, 1.5], {}, "token ids"),
     "text": ("hello", {}, "token ids"),
-    "None": (None, {}, "None"),
+    "None": (None, {}, "token ids (integers), got None"),
     "no tokens wanted": ([5], {"max_new_tokens": 0}, "an integer >= 1, got 0"),
     "no sampling": ([5], {"sampling": {"temperature": 1}}, "a SamplingParams, got dict"),
     "stop id outside the vocabulary": ([5], {"sampling": SamplingParams(stop_ids=(600,))}, "stop_ids expected ids 0..511"),
@@ -182,7 +182,7 @@ def test_a_poisoned_row_ends_its_request_alone(served, expected):
     """NaN weights for one token: the request that meets it ends, what it cached is forgotten, the others are exact."""
     leaves, treedef = jax.tree.flatten(harness.params())
     poisoned = jax.tree.unflatten(treedef, leaves)
-    clean = NEIGHBOURS[0][0] + NEIGHBOURS[1][0] + sum((ids for ids, _ in expected), [])
+    clean = {t for (p, _, _), (ids, _) in zip(NEIGHBOURS, expected, strict=True) for t in [*p, *ids]}
     token = next(t for t in range(3, 500) if t not in clean)
     poisoned.embed[...] = harness.params().embed[...].at[token].set(np.nan)
     served.reload(poisoned)

@@ -1,5 +1,5 @@
-"""Sharding over four CPU devices. JAX fixes its devices when it starts, so the cases (tests/sharding_cases.py) run in one
-process of their own, and every case reports here under its own name."""
+"""Sharding and the engine over four CPU devices. JAX fixes its devices when it starts, so the cases (FILES) run in one process
+of their own, and every case reports here under its own name."""
 
 import os
 import pathlib
@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-CASES = re.findall(r"^def (test_\w+)", (HERE / "sharding_cases.py").read_text(), re.MULTILINE)
+FILES = ("sharding_cases.py", "engine_mesh_cases.py")
+CASES = [case for file in FILES for case in re.findall(r"^def (test_\w+)", (HERE / file).read_text(), re.MULTILINE)]
 # these executables run for milliseconds: compiling them is the cost, so LLVM does not optimise
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -22,7 +23,7 @@ def outcomes(tmp_path_factory):
     report = tmp_path_factory.mktemp("sharding") / "report.xml"
     env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}",
-               str(HERE / "sharding_cases.py")]  # fmt: skip
+               *(str(HERE / file) for file in FILES)]  # fmt: skip
     done = subprocess.run(command, env=env, cwd=HERE.parent, capture_output=True, text=True, check=False)
     if not report.exists():
         pytest.fail(f"the child process ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

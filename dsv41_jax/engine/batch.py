@@ -4,7 +4,6 @@ A row of the packed array holds one request's registers, sampling parameters and
 is what the last one was is not sent again: the arrays on the device are used once more (spec/decode.md B1).
 """
 
-import dataclasses
 import functools
 
 import jax

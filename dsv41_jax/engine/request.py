@@ -4,6 +4,8 @@ The engine alone moves a request on. Others read it, iterate over its tokens, an
 """
 
 import enum
+import operator
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +13,6 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.generate import stop_ids
 from dsv41_jax.sampling import SamplingParams
 from dsv41_jax.tokenizer import StreamDecoder, check_prompt
-
 
 FINISH_REASONS = ("stop", "length", "context", "cancelled", "error")
 
@@ -88,12 +89,13 @@ class Request:
 
     def check(self, c: ModelConfig, max_context: int, end_ids: int, biases: int, tokenizer) -> None:
         """Raises ValueError for whatever this request asks that cannot be served."""
-        prompt = self.prompt
-        integral = all(hasattr(t, "__index__") and not isinstance(t, bool) for t in prompt)
-        _expect(integral, "prompt", "token ids (integers)", f"{list(prompt)[:8]}")
-        self.prompt = [int(t) for t in prompt]
+        try:
+            self.prompt = [operator.index(t) for t in self.prompt]
+        except TypeError:
+            raise ValueError(f"request: prompt expected token ids (integers), got {reprlib.repr(self.prompt)}") from None
         check_prompt(self.prompt, c)
-        _expect(len(prompt) < max_context, "prompt", f"fewer tokens than the context of {max_context}", len(prompt))
+        length = len(self.prompt)
+        _expect(length < max_context, "prompt", f"fewer tokens than the context of {max_context}", length)
         _expect(isinstance(self.sampling, SamplingParams), "sampling", "a SamplingParams", type(self.sampling).__name__)
         n = self.max_new_tokens
         _expect(isinstance(n, int) and not isinstance(n, bool) and n >= 1, "max_new_tokens", "an integer >= 1", n)
