@@ -25,9 +25,10 @@ import time
 import numpy as np
 
 from bench import decode
+from bench.distances import distances, first_divergence, result
 
-TINY_RUN = {"count": 8, "context": 384, "max_new_tokens": 16, "batch": 4, "chunk": 64}
-FULL_RUN = {"count": 16, "context": 3072, "max_new_tokens": 32, "batch": 8, "chunk": 256}
+TINY_RUN = {"count": 8, "context": 384, "max_new_tokens": 16, "batch": 4, "chunk": 64, "capacity": 512}
+FULL_RUN = {"count": 16, "context": 3072, "max_new_tokens": 32, "batch": 8, "chunk": 256, "capacity": 20480}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,11 @@ def parse_side(text: str, config) -> Side:
 
 
 class Runner:
-    """Decodes groups of `batch` prompts one side's way; every group gives its steps the same shapes."""
+    """Decodes groups of `batch` prompts one side's way; every group gives its steps the same shapes.
 
-    def __init__(self, side: Side, config, params, batch: int, context: int, new: int, chunk: int):
+    capacity: tokens of a page table; new: ids of an output; chunk: prompt tokens of a prefill step."""
+
+    def __init__(self, side: Side, config, params, batch: int, capacity: int, new: int, chunk: int):
         import jax.numpy as jnp
 
         from dsv41_jax.cache import CacheGeometry, PageTables
@@ -84,7 +87,7 @@ class Runner:
 
         self.side, self.batch, self.new, self.chunk = side, batch, new, chunk
         span = max(chunk, config.dspark_block_size + 1)
-        columns = -(-(context + new + config.dspark_block_size + 1) // 128)
+        columns = -(-capacity // 128)
         geometry = CacheGeometry(batch, 1 + batch * columns, page_tokens=128, span=span)
         self.net = Network(config, geometry, precision(side.precision), side.options)
         self.steps = Steps(self.net, params, side.gamma)
@@ -135,7 +138,8 @@ class Runner:
             state, step = self.steps.decode(state, DecodeBatch(jnp.asarray(slots), self.tables, self.sampling))
             tokens, counts, finite = (np.asarray(x) for x in (step.tokens, step.count, step.finite))
             if not finite.all():
-                raise SystemExit(f"bench.agreement: {self.side.text}: logits are not finite in rows {np.flatnonzero(~finite)}")
+                rows = np.flatnonzero(~finite)
+                raise SystemExit(f"bench.agreement: {self.side.text}: logits are not finite in rows {rows}")
             for i in live:
                 out[i] += tokens[i, : counts[i]].tolist()
             drafted += self.side.gamma * len(live)
@@ -154,38 +158,6 @@ class Runner:
             state, logits, _ = self.steps.forward(state, chunk)
             pieces.append(logits)
         return jnp.concatenate(pieces, 1)[:, : self.new]
-
-
-def distances(a, b, ids, parted, other):
-    """How far logits b f32[B, N, V] are from a, where a's output is ids i32[B, N].
-
-    parted i32[B]: a position; other i32[B]: b's token there. Returns f32[B, N]: rms and max of the difference, the
-    deviation of a's logits, KL(a || b); bool[B, N]: both have the same largest logit, a's is its output; f32[B]: by how
-    much a prefers its own token over b's at `parted`."""
-    import jax
-    import jax.numpy as jnp
-
-    d, top = b - a, jnp.argmax(a, -1)
-    log_a, log_b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
-    at = jnp.take_along_axis(a, parted[:, None, None], 1)[:, 0]
-    own = jnp.take_along_axis(ids, parted[:, None], 1)
-    pick = lambda tokens: jnp.take_along_axis(at, tokens, 1)[:, 0]
-    return {
-        "rms": jnp.sqrt(jnp.mean(d * d, -1)),
-        "max": jnp.abs(d).max(-1),
-        "deviation": jnp.std(a, -1),
-        "kl": jnp.sum(jnp.exp(log_a) * (log_a - log_b), -1),
-        "same_top": top == jnp.argmax(b, -1),
-        "own_top": top == ids,
-        "margin": pick(own) - pick(other[:, None]),
-    }
-
-
-def first_divergence(a: list[int], b: list[int]) -> int | None:
-    """The first position in which two outputs differ, None if they are the same."""
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def run_group(sides: list[Runner], group, measure, eos: int | None) -> tuple[list[dict], list[tuple[int, int]]]:
@@ -216,40 +188,6 @@ def run_group(sides: list[Runner], group, measure, eos: int | None) -> tuple[lis
             "found": [None if prompt.found is None else prompt.found(ids) for ids in (x, y)],
         })  # fmt: skip
     return records, [(d, acc) for _, d, acc in made]
-
-
-def summary(records: list[dict]) -> dict:
-    """Outputs, distances and answers of some prompts. Distances are relative to the deviation of A's logits but for KL
-    (nats); margins too."""
-    rows = {k: np.concatenate([r["rows"][k] for r in records]) for k in records[0]["rows"]}
-    relative, parted = rows["rms"] / rows["deviation"], [r for r in records if not r["identical"]]
-    scale = lambda r: float(r["rows"]["deviation"][min(r["first_divergence"], r["output_tokens"] - 1)])
-    answers = [r["found"] for r in records if r["found"][0] is not None]
-    digits = lambda x: float(f"{float(x):.4g}")
-    return {
-        "prompts": len(records),
-        "identical": len(records) - len(parted),
-        "first_divergence": sorted(r["first_divergence"] for r in parted),
-        "margins_at_divergence": [digits(r["margin"] / scale(r)) for r in sorted(parted, key=lambda r: r["first_divergence"])],
-        "positions": int(relative.size),
-        "logits_rms": {"median": digits(np.median(relative)), "max": digits(relative.max())},
-        "logits_max_abs": digits((rows["max"] / rows["deviation"]).max()),
-        "kl": {"mean": digits(rows["kl"].mean()), "max": digits(rows["kl"].max())},
-        "same_largest": digits(rows["same_top"].mean()),
-        "a_repeats_itself": digits(rows["own_top"].mean()),
-        "answers_found": {"of": len(answers), "a": sum(f[0] for f in answers), "b": sum(f[1] for f in answers)},
-    }
-
-
-def result(records: list[dict]) -> dict:
-    tasks = list(dict.fromkeys(r["task"] for r in records))
-    total = summary(records)
-    return {
-        "statement": f"{total['identical']} of {total['prompts']} raw outputs identical",
-        "tasks": {task: summary([r for r in records if r["task"] == task]) for task in tasks},
-        "total": total,
-        "prompts": [{k: v for k, v in r.items() if k != "rows"} for r in records],
-    }
 
 
 # what is compared -----------------------------------------------------------------------------------------------------
@@ -309,7 +247,8 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--tasks", help="comma-separated kinds of synthetic prompts (default: all)")
     for name, about in (("count", "synthetic prompts"), ("context", "tokens of a synthetic prompt, at most"),
                         ("max-new-tokens", "tokens of an output"), ("batch", "prompts decoded together"),
-                        ("chunk", "prompt tokens per prefill step")):  # fmt: skip
+                        ("chunk", "prompt tokens per prefill step"),
+                        ("capacity", "tokens of a page table; more than the candidate blocks cover makes layers use them")):  # fmt: skip
         key = name.replace("-", "_")
         p.add_argument(f"--{name}", type=int, help=f"{about} (default {FULL_RUN[key]}; tiny: {TINY_RUN[key]})")
     p.add_argument("--ignore-eos", action="store_true", help="compare what follows an end of text too")
@@ -350,7 +289,8 @@ def main(argv=None) -> dict:
         notes.append("both sides are the same program on this device")
     print(f"{len(prompts)} prompts and weights after {time.perf_counter() - start:.1f} s", flush=True)
     context = max(len(p.ids) for p in prompts)
-    runners = [Runner(s, config, params, args.batch, context, args.max_new_tokens, args.chunk) for s in sides]
+    capacity = max(args.capacity, context + args.max_new_tokens + config.dspark_block_size + 1)  # drafts reach beyond the end
+    runners = [Runner(s, config, params, args.batch, capacity, args.max_new_tokens, args.chunk) for s in sides]
     measure, records, drafts = jax.jit(distances), [], np.zeros((2, 2), int)
     for first in range(0, len(prompts), args.batch):
         group = prompts[first : first + args.batch]
@@ -367,12 +307,13 @@ def main(argv=None) -> dict:
             "layers": [s.kind for s in config.layers],
             "prompts": source,
             "prompt_tokens": [min(len(p.ids) for p in prompts), context],
+            "capacity": capacity,
             "max_new_tokens": args.max_new_tokens,
             "batch": args.batch,
             "prefill_chunk": args.chunk,
             **{
                 name: {"asked": s.text, "gamma": s.gamma, "precision": s.precision,
-                       "implementations": explained(s, params, config, args.batch, context + args.max_new_tokens),
+                       "implementations": explained(s, params, config, args.batch, capacity),
                        "drafted": int(drafted), "accepted": int(accepted)}
                 for name, s, (drafted, accepted) in zip("ab", sides, drafts, strict=True)
             },

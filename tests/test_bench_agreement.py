@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import agreement, presets, retrieval, synthetic
+from bench import agreement, distances, presets, retrieval, synthetic
 from dsv41_jax.byte_tokenizer import byte_tokenizer
 from dsv41_jax.presets import FLASH, TINY
 from dsv41_jax.tokenizer import Tokenizer, check_prompt
@@ -90,7 +90,7 @@ def test_distances_are_those_of_numpy():
     ids = a.argmax(-1).astype(np.int32)
     ids[0, 0] = (ids[0, 0] + 1) % 7
     parted, other = np.array([0, 2], np.int32), np.array([4, 5], np.int32)
-    got = {k: np.asarray(v) for k, v in agreement.distances(*map(jnp.asarray, (a, b, ids, parted, other))).items()}
+    got = {k: np.asarray(v) for k, v in distances.distances(*map(jnp.asarray, (a, b, ids, parted, other))).items()}
     log = lambda x: x - np.log(np.exp(x).sum(-1, keepdims=True))
     np.testing.assert_allclose(got["rms"], np.sqrt(((a - b) ** 2).mean(-1)), rtol=1e-5)
     np.testing.assert_allclose(got["max"], abs(a - b).max(-1), rtol=1e-6)
@@ -102,9 +102,9 @@ def test_distances_are_those_of_numpy():
 
 
 def test_divergence_is_the_first_difference():
-    assert agreement.first_divergence([1, 2, 3], [1, 2, 3]) is None
-    assert agreement.first_divergence([1, 2, 3], [1, 5, 3]) == 1
-    assert agreement.first_divergence([1, 2], [1, 2, 3]) == 2
+    assert distances.first_divergence([1, 2, 3], [1, 2, 3]) is None
+    assert distances.first_divergence([1, 2, 3], [1, 5, 3]) == 1
+    assert distances.first_divergence([1, 2], [1, 2, 3]) == 2
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_drafting_agrees_and_other_weights_do_not(tmp_path, capsys):
     """In float32, greedy outputs with and without drafts are the same and logits differ by rounding alone; a network with
     other weights shares nothing. Three prompts in groups of two: the second group holds a padding row."""
     path, sides = tmp_path / "agreement.json", ["precision=float32,draft=off", "precision=float32"]
-    shape = {"batch": 2, "context": 120, "max-new-tokens": 8, "chunk": 32}
+    shape = {"batch": 2, "context": 120, "max-new-tokens": 8, "chunk": 32, "capacity": 1}
     flags = [x for k, v in shape.items() for x in (f"--{k}", str(v))]
     agreement.main(["--preset", "tiny", "--layers", "3", "--count", "3", "--a", sides[0], "--b", sides[1], "--seed", "1",
                     "--out", str(path), *flags])  # fmt: skip
@@ -120,6 +120,7 @@ def test_drafting_agrees_and_other_weights_do_not(tmp_path, capsys):
     out = json.loads(path.read_text())
     got, p = out["result"], out["protocol"]
     assert got["statement"] == "3 of 3 raw outputs identical" and got["total"]["positions"] <= 24
+    assert p["capacity"] == p["prompt_tokens"][1] + 8 + 5 + 1
     assert got["total"]["logits_rms"]["max"] < 1e-4
     assert got["total"]["same_largest"] == got["total"]["a_repeats_itself"] == 1
     assert [q["task"] for q in got["prompts"]] == list(retrieval.KINDS[:3]) == list(got["tasks"])
@@ -130,12 +131,12 @@ def test_drafting_agrees_and_other_weights_do_not(tmp_path, capsys):
     # the same executables, other weights
     config = presets.workload("tiny", layers=3).config
     prompts = retrieval.prompts(retrieval.WordIds(config), 2, 120, seed=1)
-    side, longest = agreement.parse_side(sides[1], config), out["protocol"]["prompt_tokens"][1]
+    side, capacity = agreement.parse_side(sides[1], config), out["protocol"]["capacity"]
     own, foreign = (
-        agreement.Runner(side, config, synthetic.random_parameters(config, seed), 2, longest, 8, 32) for seed in (1, 2)
+        agreement.Runner(side, config, synthetic.random_parameters(config, seed), 2, capacity, 8, 32) for seed in (1, 2)
     )
-    records, _ = agreement.run_group([own, foreign], prompts, jax.jit(agreement.distances), None)
-    apart = agreement.summary(records)
+    records, _ = agreement.run_group([own, foreign], prompts, jax.jit(distances.distances), None)
+    apart = distances.summary(records)
     assert apart["identical"] < 2 and apart["logits_rms"]["median"] > 0.1 and apart["same_largest"] < 1
     assert len(apart["first_divergence"]) == len(apart["margins_at_divergence"]) == 2 - apart["identical"]
 
