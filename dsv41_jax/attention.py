@@ -3,21 +3,19 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from dsv41_jax import indexer, rope
 from dsv41_jax.cache import store_window
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.indexer import Selection
-from dsv41_jax.linear import HIGHEST, fp8_linear, fp8_matmul, quantise_input, rms_norm
+from dsv41_jax.linear import fp8_linear, fp8_matmul, quantise_input, rms_norm
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Attention
 from dsv41_jax.plan import StepPlan
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import LayerSpec
 from pallas_kernels import codecs
-from pallas_kernels.row_tiles import in_row_tiles
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_plan.api import SparsePlan
 
@@ -45,9 +43,10 @@ def project_front(
     params: Attention,
     c: ModelConfig,
     p: Precision,
+    options: DecodeOptions,
 ):
     """(qr dtype[T, Q], kv dtype[T, D]) both normalised, neither rotated: one product with one quantised input."""
-    front = fp8_linear(u, params.front, p)
+    front = fp8_linear(u, params.front, p, options)
     qr = rms_norm(front[:, : c.q_lora_rank], params.q_norm[...], c.rms_norm_eps)
     return qr, rms_norm(front[:, c.q_lora_rank :], params.kv_norm[...], c.rms_norm_eps)
 
@@ -59,11 +58,13 @@ def window_kv(
     sin,
     c: ModelConfig,
     p: Precision,
+    options: DecodeOptions,
 ):
     """dtype[T, D]: normalised and rotated window KV alone (draft commits need no queries)."""
     rows = slice(c.q_lora_rank, None)
     weight, scale = params.front.weight[...][rows], params.front.scale[...][c.q_lora_rank // codecs.GROUP :]
-    kv = rms_norm(fp8_matmul(quantise_input(x, p), weight, scale), params.kv_norm[...], c.rms_norm_eps)
+    kv = fp8_matmul(quantise_input(x, p), weight, scale, options, quantised=p.quantise_activations)
+    kv = rms_norm(kv, params.kv_norm[...], c.rms_norm_eps)
     return rope.rotate(kv, cos, sin)
 
 
@@ -72,16 +73,12 @@ def output_projection(
     params: Attention,
     c: ModelConfig,
     p: Precision,
+    options: DecodeOptions,
 ):
     """dtype[T, H]: grouped wo_a without activation quantisation, then the FP8 linear wo_b."""
-    t, groups = o.shape[0], c.o_groups
-    o = o.reshape(t, groups, -1)
-    wo_a = codecs.dequantize_weight_fp8(params.wo_a.weight[...], params.wo_a.scale[...], o.dtype)
-    wo_a = wo_a.reshape(groups, c.o_lora_rank, -1)
-    z = in_row_tiles(
-        lambda o: jnp.einsum("tgi,goi->tgo", o, wo_a, precision=HIGHEST, preferred_element_type=jnp.float32), o
-    )
-    return fp8_linear(codecs.rounded(z, o.dtype).reshape(t, -1), params.wo_b, p)
+    o = o.reshape(o.shape[0], -1)
+    z = fp8_matmul(o, params.wo_a.weight[...], params.wo_a.scale[...], options, quantised=False, groups=c.o_groups)
+    return fp8_linear(z, params.wo_b, p, options)
 
 
 def attention(
@@ -102,7 +99,7 @@ def attention(
     cos, sin = (ratio.cos, ratio.sin) if ratio else (plan.cos, plan.sin)
 
     with jax.named_scope("front_projection"):
-        qr, kv = project_front(u, params, c, p)
+        qr, kv = project_front(u, params, c, p, options)
     with jax.named_scope("window_store"):
         pools.window[layer.index] = store_window(
             pools.window[layer.index], rope.rotate(kv, cos, sin), plan.row_slots, plan.positions.reshape(-1)
@@ -115,7 +112,7 @@ def attention(
         if pending is not None:
             pools.pending[i] = pending
     with jax.named_scope("qb"):
-        qb = fp8_linear(qr, params.qb, p)
+        qb = fp8_linear(qr, params.qb, p, options)
         index_columns = c.index_n_heads * c.index_head_dim if layer.scores else 0
         q = qb[:, index_columns:].reshape(-1, c.num_attention_heads, c.head_dim)
         q = rope.rotate(q, cos[:, None], sin[:, None])
@@ -149,4 +146,4 @@ def attention(
             impl=options.impl("sparse_attention"),
         )
     with jax.named_scope("output_projection"):
-        return output_projection(o.reshape(b * s, c.num_attention_heads, c.head_dim), params, c, p)
+        return output_projection(o.reshape(b * s, c.num_attention_heads, c.head_dim), params, c, p, options)

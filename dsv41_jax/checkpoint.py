@@ -22,6 +22,7 @@ from dsv41_jax.json_files import read_json
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.safetensors_io import Entry, MappedFile, SafetensorsError, read_header
 from dsv41_jax.tensors import IGNORED_PREFIXES, IGNORED_SUFFIXES, Source, released_tensors
+from pallas_kernels.block_scaled_matmul import LARGEST_SCALE
 from pallas_kernels.codecs import cdiv
 
 SINGLE, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.npy"
@@ -284,9 +285,25 @@ def _validated(folder, config, ranks, rank):
     engram_constants(config)  # refuses table sizes that the hash could not address
     placeholders = Transformer(config, ranks)
     problems, listing, token_map = _check(folder, config)
+    files = {n: path for n, (path, _) in listing.tensors.items()}
+    problems = problems or _scale_problems(config, files)
     if problems:
         raise CheckpointError(folder, problems)
-    return config, placeholders, {n: path for n, (path, _) in listing.tensors.items()}, token_map
+    return config, placeholders, files, token_map
+
+
+def _scale_problems(c: ModelConfig, files: dict[str, pathlib.Path]) -> list[str]:
+    """Dense FP8 weights with a block scale that no kernel applies exactly: no trained network comes near."""
+    out = []
+    with contextlib.ExitStack() as stack:
+        maps = {path: stack.enter_context(MappedFile(path)) for path in sorted(set(files.values()))}
+        for source in released_tensors(c).values():
+            for tensor in () if source.per_expert or source.rows_sharded else source.parts:
+                if tensor.dtype == "F8_E8M0":
+                    largest = int(maps[files[tensor.name]].view(tensor.name).max())
+                    if largest > LARGEST_SCALE:
+                        out.append(f"{tensor.name}: expected scale bytes up to {LARGEST_SCALE}, got {largest}")
+    return out
 
 
 # reading --------------------------------------------------------------------------------------------------------------

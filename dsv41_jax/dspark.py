@@ -37,11 +37,12 @@ def commit(
     """Write the draft window rows of committed target positions, in every stage. Rejected and padding rows have slot -1."""
     c, p = net.config, net.precision
     with jax.named_scope("draft_commit"):
-        main = rms_norm(fp8_linear(features, params.draft.main_proj, p), params.draft.main_norm[...], c.rms_norm_eps)
+        main = rms_norm(fp8_linear(features, params.draft.main_proj, p, net.options), params.draft.main_norm[...],
+                        c.rms_norm_eps)  # fmt: skip
         cos, sin = rope.tables(rope.frequencies(c, False), jnp.maximum(positions, 0))
         rings = []
         for ring, stage in zip(state.draft_window, params.draft.stages, strict=True):
-            kv = window_kv(main, stage.attn, cos, sin, c, p)
+            kv = window_kv(main, stage.attn, cos, sin, c, p, net.options)
             rings.append(store_window(ring, kv, row_slots, positions))
         return dataclasses.replace(state, draft_window=tuple(rings))
 
@@ -92,16 +93,16 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
     flat_cos, flat_sin = cos.reshape(b * n, -1), sin.reshape(b * n, -1)
 
     def attend(u):
-        qr, kv = project_front(u, params, c, p)
+        qr, kv = project_front(u, params, c, p, net.options)
         rings[i] = store_window(rings[i], rope.rotate(kv, flat_cos, flat_sin), row_slots, positions.reshape(-1))
-        q = fp8_linear(qr, params.qb, p).reshape(-1, c.num_attention_heads, c.head_dim)
+        q = fp8_linear(qr, params.qb, p, net.options).reshape(-1, c.num_attention_heads, c.head_dim)
         q = rope.rotate(q, flat_cos[:, None], flat_sin[:, None]).reshape(b, n, c.num_attention_heads, c.head_dim)
         o = sparse_attention(
             q, rings[i], slots, positions, None, None, params.sink[...], cos, sin,
             window=c.sliding_window + n, scale=c.head_dim**-0.5, window_start=bounds[0], window_end=bounds[1],
             impl=net.options.impl("sparse_attention"),
         )  # fmt: skip
-        return output_projection(o.reshape(b * n, c.num_attention_heads, c.head_dim), params, c, p)
+        return output_projection(o.reshape(b * n, c.num_attention_heads, c.head_dim), params, c, p, net.options)
 
     return attend
 

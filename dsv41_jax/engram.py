@@ -13,6 +13,7 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import fp8_linear
+from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Engram
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import ConfigError
@@ -139,14 +140,15 @@ def gate(
     params: Engram,
     c: ModelConfig,
     p: Precision,
+    options: DecodeOptions,
 ):
     """dtype[T, M, H]: streams plus the gated value."""
-    return in_row_tiles(lambda s, e: _gate(s, e, params, c, p), streams, embedding)
+    return in_row_tiles(lambda s, e: _gate(s, e, params, c, p, options), streams, embedding)
 
 
-def _gate(streams, embedding, params: Engram, c: ModelConfig, p: Precision):
+def _gate(streams, embedding, params: Engram, c: ModelConfig, p: Precision, options: DecodeOptions):
     t, m, h = streams.shape
-    kv = fp8_linear(embedding, params.wkv, p)
+    kv = fp8_linear(embedding, params.wkv, p, options)
     key = kv[:, : m * h].reshape(t, m, h).astype(jnp.float32)
     value = kv[:, m * h :].astype(jnp.float32)
     x = streams.astype(jnp.float32)

@@ -7,6 +7,7 @@ from dsv41_jax.cache import CacheGeometry
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.options import DecodeOptions
 from pallas_kernels import codecs
+from pallas_kernels.block_scaled_matmul import api as block_scaled_matmul
 from pallas_kernels.candidate_blocks import api as candidate_blocks
 from pallas_kernels.experts import api as experts
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
@@ -50,6 +51,9 @@ def explain_operators(
     """
     shapes = _Shapes(c, batch, context, ranks)
     auto = {
+        "block_scaled_matmul": lambda: _least(
+            block_scaled_matmul.explain(*a, groups=groups, quantised=groups == 1, arch=arch)
+            for *a, groups in shapes.products()),
         "router": lambda: router.explain(
             _bf16(shapes.rows, c.hidden_size), _bf16(c.n_routed_experts, c.hidden_size), _f32(c.n_routed_experts),
             k=c.num_experts_per_tok, scale=c.routed_scaling_factor, arch=arch),
@@ -85,6 +89,11 @@ def _explain(op: str, call, options: DecodeOptions) -> dict[str, str]:
     return call()
 
 
+def _least(told) -> dict[str, str]:
+    """Of an operator's uses the one that had most implementations passed over."""
+    return max(told, key=len)
+
+
 class _Shapes:
     """Abstract arguments of the operators at one workload."""
 
@@ -95,6 +104,20 @@ class _Shapes:
         self.geometry = CacheGeometry(slots=batch, pages=1 + batch * -(-context // 128), span=self.span)
         self.columns = self.geometry.columns(context)
         self.capacity = self.columns * self.geometry.page_tokens
+
+    def products(self):
+        """x, w, s and groups of every FP8 product."""
+        c, f, h = self.c, self.c.moe_intermediate_size, self.c.hidden_size
+        heads, z = c.num_attention_heads * c.head_dim, c.o_groups * c.o_lora_rank
+        shapes = [(c.q_lora_rank + c.head_dim, h, 1), (heads, c.q_lora_rank, 1), (z, heads // c.o_groups, c.o_groups),
+                  (h, z, 1), (2 * f, h, 1), (h, f, 1)]  # fmt: skip
+        if c.engram_layer_ids:
+            shapes.append(((c.hc_mult + 1) * h, c.ngram_heads * c.engram_head_dim, 1))
+        if c.has_draft:
+            shapes.append((h, len(c.dspark_target_layer_ids) * h, 1))
+        for out, inner, groups in shapes:
+            weight = jax.ShapeDtypeStruct((out, inner), jnp.float8_e4m3fn)
+            yield _bf16(self.rows, groups * inner), weight, _u8(codecs.cdiv(out, 32), codecs.cdiv(inner, 32)), groups
 
     def experts(self):
         c, rows = self.c, self.rows * self.ranks  # every rank sees the rows of all

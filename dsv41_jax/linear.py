@@ -1,11 +1,15 @@
 """Norms and matrix products, with the rounding points of the reference (spec/model.md sections 2, 4, 14)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Fp8Linear
 from dsv41_jax.precision import Precision
-from pallas_kernels import codecs
+from pallas_kernels import codecs, registry
+from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul
 from pallas_kernels.row_tiles import in_row_tiles
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -62,20 +66,33 @@ def quantise_input(
     return codecs.dequantize_fp8(*codecs.quantize_fp8(x)).astype(x.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("groups", "quantised", "impl", "arch"))
+def _block_scaled_matmul(x, weight, scale, *, groups, quantised, impl, arch):
+    """The operator traced and lowered once for all layers of one shape: a kernel's own lowering takes half a second."""
+    return block_scaled_matmul(x, weight, scale, groups=groups, quantised=quantised, impl=impl, arch=arch)
+
+
 def fp8_matmul(
-    x,  # dtype[T, I], already through quantise_input
-    weight,  # f8[O, I]
-    scale,  # u8[ceil(O/32), ceil(I/32)]
+    x,  # dtype[T, G*I]
+    weight,  # f8[G*O, I]
+    scale,  # u8[ceil(G*O/32), ceil(I/32)]
+    options: DecodeOptions,
+    *,
+    quantised: bool,
+    groups: int = 1,
 ):
-    """Products of e4m3 values and powers of two are exact in bf16, so a bf16 product with fp32 accumulation is the
-    block-scaled product up to the order of summation."""
-    return matmul(x, codecs.dequantize_weight_fp8(weight, scale, x.dtype))
+    """dtype[T, G*O]: products with a block-scaled weight, of the O rows of each group with that group's I channels.
+    quantised: x has been through quantise_input in `released`."""
+    return _block_scaled_matmul(x, weight, scale, groups=groups, quantised=quantised,
+                                impl=options.impl("block_scaled_matmul"), arch=registry.current_arch())  # fmt: skip
 
 
 def fp8_linear(
     x,  # dtype[T, I]
     linear: Fp8Linear,
     p: Precision,
+    options: DecodeOptions,
 ):
     """dtype[T, O]: the FP8 linear of spec/model.md section 4."""
-    return fp8_matmul(quantise_input(x, p), linear.weight[...], linear.scale[...])
+    return fp8_matmul(quantise_input(x, p), linear.weight[...], linear.scale[...], options,
+                      quantised=p.quantise_activations)  # fmt: skip

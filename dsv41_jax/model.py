@@ -175,7 +175,7 @@ def forward(
 def _engram(streams, params, rows, net: Network):
     with jax.named_scope("engram"):
         e = net.exchange.lookup(params.table[...], params.table_scale[...], rows, streams.dtype)
-        return engram.gate(streams, e, params, net.config, net.precision)
+        return engram.gate(streams, e, params, net.config, net.precision, net.options)
 
 
 def head(

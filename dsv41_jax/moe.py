@@ -83,6 +83,6 @@ def moe(
     with jax.named_scope("experts"):
         routed = exchange.run_experts(x, ids, weights, params.experts, run)
     with jax.named_scope("shared_expert"):
-        hidden = codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p), c.swiglu_limit), x.dtype)
-        shared = fp8_linear(hidden, params.shared_w2, p)
+        hidden = codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p, options), c.swiglu_limit), x.dtype)
+        shared = fp8_linear(hidden, params.shared_w2, p, options)
     return codecs.rounded(routed + shared.astype(jnp.float32), x.dtype)

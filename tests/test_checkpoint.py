@@ -189,6 +189,14 @@ def test_every_problem_is_in_one_error_before_any_allocation(folder, no_allocati
     assert "vision" not in text and "6 problems" in text
 
 
+def test_a_scale_that_no_kernel_applies_exactly_is_refused(folder, no_allocation):
+    tensors = read_tensors(folder)
+    tensors["layers.3.attn.wq_a.scale"][1][1, 2] = 167
+    write_tensors(folder / SINGLE, tensors)
+    with pytest.raises(CheckpointError, match=r"layers.3.attn.wq_a.scale: expected scale bytes up to 166, got 167"):
+        load(folder)
+
+
 @pytest.mark.parametrize("cut", [3, 5000, 2_000_000, -1])
 def test_a_truncated_file_is_refused(folder, cut, no_allocation):
     whole = (folder / SINGLE).read_bytes()

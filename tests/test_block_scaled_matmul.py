@@ -1,0 +1,260 @@
+"""Products with block-scaled FP8 weights: jnp against numpy, exactness, the kernel on a GPU, deviceless compiles."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul, explain, hopper
+from pallas_kernels.block_scaled_matmul.specs import FULL, TINY, MatmulSpec
+from pallas_kernels.codecs import dequantize_fp8, quantize_fp8
+from tests import deviceless
+
+FACTORY = "pallas_kernels.block_scaled_matmul.specs:deviceless_case"
+
+
+def np_weight(w, s):
+    """f8[R, I], u8[ceil(R/32), ceil(I/32)] -> f64[R, I]."""
+    w, s = np.asarray(w).astype(np.float64), 2.0 ** (np.asarray(s).astype(np.float64) - 127)
+    return w * np.repeat(np.repeat(s, 32, 0), 32, 1)[: w.shape[0], : w.shape[1]]
+
+
+def np_product(x, w, s, groups):
+    """float64 sums."""
+    x, w = np.asarray(x).astype(np.float64), np_weight(w, s)
+    per_x, per_w = x.shape[1] // groups, w.shape[0] // groups
+    return np.concatenate(
+        [x[:, g * per_x : (g + 1) * per_x] @ w[g * per_w : (g + 1) * per_w].T for g in range(groups)], 1
+    )
+
+
+def relative(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+def identity(inner, outputs, seed):
+    """One-hot rows, finite codes of e4m3 and scale bytes that the kernel takes exactly: the product is the weight."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (outputs, inner), np.uint8)
+    codes[(codes & 127) == 127] -= 1
+    s = rng.integers(35, 167, (outputs // 32, inner // 32)).astype(np.uint8)
+    return jnp.eye(inner, dtype=jnp.bfloat16), jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), jnp.asarray(s)
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", TINY, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "dtype,out,bound", [(jnp.bfloat16, None, 3e-3), (jnp.bfloat16, jnp.float32, 1e-6), (jnp.float32, None, 1e-6)]
+)
+def test_reference_equals_numpy(spec, dtype, out, bound):
+    x, w, s = spec.make_inputs(3)
+    got = block_scaled_matmul(x.astype(dtype), w, s, groups=spec.groups, out_dtype=out, impl="reference")
+    assert got.shape == (spec.rows, spec.outputs) and got.dtype == (out or dtype)
+    assert relative(got, np_product(x, w, s, spec.groups)) < bound
+
+
+def test_groups_are_separate_products():
+    spec = TINY[2]
+    x, w, s = spec.make_inputs(4)
+    whole = np.asarray(block_scaled_matmul(x, w, s, groups=4))
+    for g in range(4):
+        rows, channels = slice(64 * g, 64 * g + 64), slice(128 * g, 128 * g + 128)
+        one = block_scaled_matmul(x[:, channels], w[rows], s[2 * g : 2 * g + 2])
+        np.testing.assert_array_equal(np.asarray(one), whole[:, rows])
+
+
+def test_poison_stays_in_its_row():
+    x, w, s = TINY[0].make_inputs(5)
+    clean, dirty = (np.asarray(block_scaled_matmul(a, w, s)) for a in (x, x.at[2].set(jnp.nan)))
+    rest = np.arange(6) != 2
+    np.testing.assert_array_equal(dirty[rest], clean[rest])
+    assert np.isnan(dirty[2].astype(np.float32)).all()
+
+
+def test_reloading_weights_changes_the_output_without_recompiling():
+    f = jax.jit(lambda *a: block_scaled_matmul(*a, impl="reference"))
+    x = TINY[0].make_inputs(1)[0]
+    outputs = [np.asarray(f(x, *TINY[0].make_inputs(seed)[1:]), np.float64) for seed in (1, 2)]
+    assert f._cache_size() == 1 and relative(outputs[0], outputs[1]) > 0.1
+
+
+def test_full_size_floors():
+    """spec/performance.md, T = 384: megabytes and GFLOP of QB, wo_a and wo_b."""
+    by_name = {s.name: s for s in FULL}
+    for name, flops, nbytes in (("qb", 32e9, 67e6), ("wo_a", 26e9, None), ("wo_b", 32e9, None), ("front", 7e9, 15e6)):
+        assert by_name[name].flops == pytest.approx(flops, rel=0.02)
+        assert nbytes is None or by_name[name].bytes == pytest.approx(nbytes, rel=0.05)
+
+
+def test_errors_name_the_shapes():
+    x, w, s = TINY[0].make_inputs(0)
+    for args, kwargs, message in (
+        ((x, w.astype(jnp.bfloat16), s), {}, "w float8_e4m3fn"),
+        ((x[:, :64], w, s), {}, r"expected x \[M, 128\]"),
+        ((x.astype(jnp.float16), w, s), {}, "bfloat16 or float32"),
+        ((x, w, s[:1]), {}, r"expected s uint8 \(2, 4\)"),
+        ((x, w, s), {"groups": 3}, "divisor of R = 64"),
+        ((x, w, s), {"out_dtype": jnp.int32}, "out_dtype"),
+        ((x, w, s), {"impl": "nonesuch"}, "impl expected one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            block_scaled_matmul(*args, **kwargs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
+def test_quantising_twice_changes_nothing(scale):
+    """What the Blackwell kernel rests on: rows through the round trip come out of it again as they are."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((64, 256)) * scale * 2.0 ** rng.integers(-9, 9, (64, 256))
+    once = dequantize_fp8(*quantize_fp8(jnp.asarray(x, jnp.bfloat16))).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(dequantize_fp8(*quantize_fp8(once))), np.asarray(once, np.float32))
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", FULL, ids=lambda s: s.name)
+def test_hopper_takes_every_product_of_the_model(spec):
+    args = jax.eval_shape(lambda: spec.make_inputs(0))
+    told = functools.partial(explain, *args, groups=spec.groups, quantised=spec.quantised)
+    assert told(arch="sm_90") == {"chosen": "hopper"}
+    assert told(arch="cpu")["chosen"] == "reference"
+
+
+def test_refusals_have_reasons():
+    x, w, s = TINY[3].make_inputs(0)
+    assert "multiple of 128, got 96" in explain(x, w, s, arch="sm_90")["hopper"]
+    x, w, s = TINY[0].make_inputs(0)
+    assert "float32" in explain(x.astype(jnp.float32), w, s, arch="sm_90")["hopper"]
+    assert "sm_90" in explain(x, w, s, arch="sm_103")["hopper"]
+    assert "not quantised" in explain(x, w, s, arch="sm_103")["blackwell"]
+    with pytest.raises(ValueError, match="float32"):
+        block_scaled_matmul(x.astype(jnp.float32), w, s, impl="hopper")
+    x, w, s = TINY[2].make_inputs(0)
+    assert "one group" in explain(x, w, s, groups=4, quantised=True, arch="sm_103")["blackwell"]
+
+
+@pytest.mark.parametrize("spec", FULL, ids=lambda s: s.name)
+def test_tiles_cover_the_product_and_keep_the_order_of_a_sum(spec):
+    """What decides bits (splits) depends on the weight alone; what a tile needs of shared memory is there."""
+    for rows in (1, 5, 64, 65, 320, 384, 1536):
+        tile = hopper.choose(rows, spec.outputs, spec.inner, spec.groups, 132)
+        assert tile.splits == hopper.splits(spec.outputs, spec.inner)
+        assert tile.n % (8 * tile.splits) == 0 and tile.n <= 192 and tile.depth >= 4
+        assert spec.outputs // spec.groups % tile.rows == 0 or spec.groups == 1
+        assert tile.splits == 1 or tile.n * tile.rows * 4 <= tile.depth * tile.n * 128, "parts fit where x was"
+        size = tile.depth * (tile.rows * 64 + tile.n * 128) + tile.rows * tile.columns * 2
+        assert size <= 226 * 1024
+
+
+def test_tiles_of_the_verify_step():
+    """One wave of blocks where there is one: QB in three of 192 x 192, wo_a of 128 x 192, wo_b of 128 x 128."""
+    cut = {s.name: hopper.choose(384, s.outputs, s.inner, s.groups, 132) for s in FULL if s.rows == 384}
+    assert {k: (t.n, t.rows) for k, t in cut.items()} == {
+        "front": (192, 128), "qb_index": (192, 192), "qb": (192, 128), "wo_a": (192, 128), "wo_b": (128, 128),
+        "shared_w13": (128, 128), "shared_w2": (128, 128), "main_proj": (128, 128),
+    }  # fmt: skip
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+SMALL = (
+    MatmulSpec("plain", 70, 256, 320),
+    MatmulSpec("one_row", 1, 384, 64),
+    MatmulSpec("ragged_outputs", 200, 128, 72),
+    MatmulSpec("groups", 150, 256, 1024, groups=4),
+    MatmulSpec("split", 130, 2304, 640),
+    MatmulSpec("split_one_row", 1, 2048, 264),
+)
+
+
+def implementations(spec):
+    """Those this device can run: the Triton kernel also on Hopper, where its dot is emulated."""
+    capability = str(jax.devices()[0].compute_capability)
+    triton = spec.groups == 1 and importlib.util.find_spec("jax_triton")
+    return (["hopper"] if capability == "9.0" else []) + (["blackwell"] if triton else [])
+
+
+def jitted(spec, impl, **kwargs):
+    return jax.jit(functools.partial(block_scaled_matmul, groups=spec.groups, quantised=True, impl=impl, **kwargs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_kernels_equal_the_definition(spec):
+    args = spec.make_inputs(21)
+    for impl in implementations(spec):
+        wide = np.asarray(jitted(spec, impl, out_dtype=jnp.float32)(*args))
+        assert relative(wide, np_product(*args, spec.groups)) < 1e-5, impl
+        got = np.asarray(jitted(spec, impl)(*args))
+        np.testing.assert_array_equal(got, np.asarray(jnp.asarray(wide).astype(jnp.bfloat16)), impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [512, 2048])
+def test_hopper_expands_every_code_and_scale_exactly(inner):
+    if str(jax.devices()[0].compute_capability) != "9.0":
+        pytest.skip("not a Hopper GPU")
+    x, w, s = identity(inner, 320, 9)
+    got = np.asarray(jax.jit(functools.partial(block_scaled_matmul, impl="hopper", out_dtype=jnp.float32))(x, w, s))
+    np.testing.assert_array_equal(got.astype(np.float64), np_weight(w, s).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [SMALL[0], SMALL[3], SMALL[4]], ids=lambda s: s.name)
+def test_a_rows_bits_do_not_depend_on_the_batch(spec):
+    x, w, s = spec.make_inputs(5)
+    for impl in implementations(spec):
+        run = jitted(spec, impl)
+        whole = np.asarray(run(x, w, s))
+        for part in (slice(0, 1), slice(41, 60), slice(spec.rows - 33, spec.rows)):
+            np.testing.assert_array_equal(np.asarray(run(x[part], w, s)), whole[part], impl)
+        np.testing.assert_array_equal(np.asarray(run(x[::-1], w, s)), whole[::-1], impl)
+        dirty = np.asarray(run(x.at[3].set(jnp.nan), w, s))
+        rest = np.arange(spec.rows) != 3
+        np.testing.assert_array_equal(dirty[rest], whole[rest], impl)
+
+
+@pytest.mark.gpu
+def test_kernels_take_other_weights_without_recompiling():
+    for impl in implementations(SMALL[0]):
+        run = jitted(SMALL[0], impl)
+        for seed in (7, 8, 9):
+            args = SMALL[0].make_inputs(seed)
+            np.testing.assert_array_equal(np.asarray(run(*args)), np.asarray(jitted(SMALL[0], impl)(*args)), impl)
+        assert run._cache_size() == 1
+
+
+# --- deviceless -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+def test_hopper_kernel_compiles_to_register_wgmma_without_spills():
+    names = ("qb_index", "front", "wo_a", "qb_one_row")
+    for name, got in deviceless.compile_all("sm_90a", FACTORY, names).items():
+        kernel = got.matching("block_scaled_matmul")
+        assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers <= 168, kernel.kernels
+        spec = next(s for s in FULL if s.name == name)
+        tile = hopper.choose(spec.rows, spec.outputs, spec.inner, spec.groups, 132)
+        assert f"wgmma.mma_async.sync.aligned.m64n{tile.n}k16.f32.bf16.bf16" in kernel.ptx
+        assert "mul.rn.bf16x2" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
+        # nothing as large as the weights is written on the way: neither a bf16 copy nor one of the bytes
+        assert f"bf16[{spec.outputs},{spec.inner}]" not in got.hlo and "copy(" not in got.hlo
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
+    # not importorskip: jax_triton imports only beside a CUDA plugin, which the compiling process has and this one has not
+    if importlib.util.find_spec("jax_triton") is None:
+        pytest.skip("jax-triton is not installed")
+    got = deviceless.compile_for(target, FACTORY, "qb_index:blackwell").matching("block_scaled_matmul")
+    assert len(got.kernels) == 1 and got.spill_bytes == 0
+    assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
