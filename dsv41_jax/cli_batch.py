@@ -4,6 +4,7 @@ Results are appended as requests finish, so whatever ends the run, they are ther
 all are there, the lines are put in the order of the prompts.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -22,6 +23,7 @@ from dsv41_jax.tokenizer import Tokenizer
 
 QUEUED = 4  # requests handed to the engine, in multiples of its batch
 REFRESH_S = 0.1
+RATE_S = 5  # the live rate is that of the last seconds
 
 
 def generate_file(args, config: ModelConfig, tokenizer: Tokenizer | None, prompts: Sequence[list[int]], sampling,
@@ -142,13 +144,14 @@ def _write(path, records: dict[int, dict]) -> None:
 
 
 class _Progress:
-    """A live line on stderr: requests, tokens a second, who runs and waits, how many drafts are accepted."""
+    """A live line on stderr: requests, tokens a second of late, who runs and waits, how many drafts are accepted."""
 
     def __init__(self, args, engine, todo):
         self._engine, self._total, self.finished = engine, len(todo), 0
         self._start = self._shown = time.perf_counter()
         self._stack, self._bar = contextlib.ExitStack(), None
         self._wanted = not args.no_progress
+        self._late: collections.deque = collections.deque([(self._start, 0)], maxlen=int(RATE_S / REFRESH_S))
 
     def __enter__(self):
         if self._wanted:
@@ -172,7 +175,10 @@ class _Progress:
         self._shown = time.perf_counter()
         if self._bar:
             m = self._engine.metrics
-            text = f"{m.tokens_per_s:.0f} tokens/s, {m.running} running, {m.waiting} waiting" + _drafts(m)
+            then, tokens = self._late[0]
+            self._late.append((self._shown, m.output_tokens))
+            rate = (m.output_tokens - tokens) / max(self._shown - then, 1e-9)
+            text = f"{rate:.0f} tokens/s, {m.running} running, {m.waiting} waiting" + _drafts(m)
             self._bar.update(self._task, completed=self.finished, description=text)
 
     def summary(self) -> str:

@@ -107,8 +107,9 @@ class Scheduler:
                 continue
             entry = rank.prefixes.find(ids) if len(rank.prefixes) else None
             need = self.pages_for(len(ids)) - (len(entry.pages) if entry else 0)
-            # and room for everybody to grow by a page: a request that drives out another at once would only cost work
-            room = rank.allocator.free - len(rank.seats)
+            # and room for everybody who will grow to grow by a page: a request that drives out another at once, or is
+            # driven out, only costs work
+            room = rank.allocator.free - sum(len(s.pages) < self.most_pages(s.request) for s in rank.seats)
             if need <= room or need <= room + rank.prefixes.reclaimable(keep=entry):
                 found.append((-(entry.length if entry else 0), len(rank.seats), rank.number, entry, need))
         if not found:
