@@ -214,7 +214,7 @@ def network(args, stack: contextlib.ExitStack):
         from bench.presets import workload
         from dsv41_jax.make_checkpoint import make_checkpoint
 
-        w = workload("tiny", layers=args.layers or 4)
+        w = workload("tiny", layers=args.layers or 3)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv41-agreement-"))
         folder = make_checkpoint(w.config, pathlib.Path(place) / "tiny", seed=args.seed)
         notes = ["a tiny checkpoint with random weights: outputs answer nothing", *w.notes[1:]]
@@ -240,7 +240,7 @@ def parse(argv) -> argparse.Namespace:
     which = p.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="DIR", help="default: a tiny random one, made on the spot")
     which.add_argument("--preset", help="random weights made on the device: tiny or flash-rank")
-    p.add_argument("--layers", type=int, help="cut random weights to this many layers (default 4 of the tiny checkpoint)")
+    p.add_argument("--layers", type=int, help="cut random weights to this many layers (default 3 of the tiny checkpoint; 6 keep every class)")
     p.add_argument("--a", default="reference", metavar="SIDE", help="default: reference")
     p.add_argument("--b", default="auto", metavar="SIDE", help="default: auto")
     p.add_argument("--prompts", metavar="FILE.jsonl", help="default: synthetic retrieval prompts")
