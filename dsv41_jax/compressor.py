@@ -11,6 +11,7 @@ from dsv41_jax.params import Attention, Compressor
 from dsv41_jax.plan import RatioPlan, StepPlan
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 def pool_pairs(
@@ -22,6 +23,11 @@ def pool_pairs(
     positions are ever stored; the others are computed because masking them would cost the same."""
     before_v = jnp.concatenate([previous[:, None, 0], value[:, :-1]], 1)
     before_g = jnp.concatenate([previous[:, None, 1], gate[:, :-1]], 1)
+    rows = (x.reshape(-1, x.shape[-1]) for x in (before_v, before_g, value, gate))
+    return in_row_tiles(_pooled, *rows).reshape(value.shape)
+
+
+def _pooled(before_v, before_g, value, gate):
     top = jnp.maximum(before_g, gate)
     a, b = jnp.exp(before_g - top), jnp.exp(gate - top)
     return (a / (a + b)) * before_v + (b / (a + b)) * value

@@ -7,6 +7,7 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 from pallas_kernels import codecs
+from pallas_kernels.row_tiles import in_row_tiles
 
 
 def frequencies(c: ModelConfig, compressed: bool) -> np.ndarray:
@@ -32,20 +33,27 @@ def tables(
     positions,  # i32[...]
 ):
     """(cos, sin) f32[..., R/2]. Angles are fp32 products of the integer position, as in the reference."""
-    angle = positions.astype(jnp.float32)[..., None] * jnp.asarray(freqs)
-    return jnp.cos(angle), jnp.sin(angle)
+
+    def turn(positions):
+        angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(freqs)
+        return jnp.cos(angle), jnp.sin(angle)
+
+    shape = (*positions.shape, len(freqs))
+    return tuple(x.reshape(shape) for x in in_row_tiles(turn, positions.reshape(-1)))
 
 
 def rotate(
-    x,  # dtype[..., D]
-    cos,  # f32[..., R/2], broadcast over the leading axes of x
-    sin,  # f32[..., R/2]
-    inverse: bool = False,
+    x,  # dtype[T, ..., D]
+    cos,  # f32[T, ..., R/2], broadcast over the middle axes of x
+    sin,  # f32[T, ..., R/2]
 ):
-    """dtype[..., D]: the last R channels rotated as (re, im) pairs in fp32, rounded once."""
+    """dtype[T, ..., D]: the last R channels rotated as (re, im) pairs in fp32, rounded once."""
+    return in_row_tiles(_rotate, x, cos, sin)
+
+
+def _rotate(x, cos, sin):
     r = 2 * cos.shape[-1]
     head, tail = x[..., :-r], x[..., -r:].astype(jnp.float32)
     re, im = tail[..., 0::2], tail[..., 1::2]
-    sin = -sin if inverse else sin
     out = jnp.stack([re * cos - im * sin, re * sin + im * cos], -1).reshape(tail.shape)
     return jnp.concatenate([head, codecs.rounded(out, x.dtype)], -1)

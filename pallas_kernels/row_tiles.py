@@ -33,10 +33,11 @@ def _tiled(run, operands, rows: int):
     spare = count * rows - total
     if spare:
         operands = [jnp.pad(x, ((0, spare), *[(0, 0)] * (x.ndim - 1))) for x in operands]
+    # fused with its surroundings, be it the loop's slices, the same operation may round otherwise: multiply-adds
+    alone = lambda x: jax.lax.optimization_barrier(run(*jax.lax.optimization_barrier(x)))
     if count == 1:
-        out = run(*operands)
+        out = alone(tuple(operands))
     else:
-        tiles = [x.reshape(count, rows, *x.shape[1:]) for x in operands]
-        out = jax.lax.map(lambda x: run(*x), tiles)
+        out = jax.lax.map(alone, tuple(x.reshape(count, rows, *x.shape[1:]) for x in operands))
         out = jax.tree.map(lambda x: x.reshape(count * rows, *x.shape[2:]), out)
     return jax.tree.map(lambda x: x[:total], out) if spare else out

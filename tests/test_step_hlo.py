@@ -17,7 +17,7 @@ from dsv41_jax.cache import CacheGeometry
 from dsv41_jax.step import PrefillBatch
 
 NAME, GAMMA, ROWS = "all_kinds", 5, 3
-LARGE = CacheGeometry(slots=251, pages=8191, page_tokens=16, span=13)
+LARGE = CacheGeometry(slots=251, pages=16381, page_tokens=16, span=13)
 PROMPTS = [harness.prompt(n, seed=n) for n in (9, 13, 4)]
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(?[a-z0-9]+\[.*?) ([a-z][\w\-]*)\((.*)$")
 SHAPE = re.compile(r"([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
