@@ -63,6 +63,7 @@ OPERATORS = (
     Operator("sparse_plan", ("key_count", "k", "kind")),
     Operator("router", ("k", "scale"), tolerance=1e-5),
     Operator("sinkhorn", ("iterations", "eps"), tolerance=1e-5),
+    Operator("fp8_round_trip", ()),
     Operator("hyper_enter", ("eps",), tolerance=1e-2),
     Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),

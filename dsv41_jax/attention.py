@@ -63,7 +63,7 @@ def window_kv(
     """dtype[T, D]: normalised and rotated window KV alone (draft commits need no queries)."""
     rows = slice(c.q_lora_rank, None)
     weight, scale = params.front.weight[...][rows], params.front.scale[...][c.q_lora_rank // codecs.GROUP :]
-    kv = fp8_matmul(quantise_input(x, p), weight, scale, options, quantised=p.quantise_activations)
+    kv = fp8_matmul(quantise_input(x, p, options), weight, scale, options, quantised=p.quantise_activations)
     kv = rms_norm(kv, params.kv_norm[...], c.rms_norm_eps)
     return rope.rotate(kv, cos, sin)
 
@@ -114,8 +114,7 @@ def attention(
     with jax.named_scope("qb"):
         qb = fp8_linear(qr, params.qb, p, options)
         index_columns = c.index_n_heads * c.index_head_dim if layer.scores else 0
-        q = qb[:, index_columns:].reshape(-1, c.num_attention_heads, c.head_dim)
-        q = rope.rotate(q, cos[:, None], sin[:, None])
+        q = qb[:, index_columns:].reshape(b, s, c.num_attention_heads, c.head_dim)
     if layer.scores:
         with jax.named_scope("indexer"):
             carry.selection, carry.candidates = indexer.select(
@@ -132,7 +131,7 @@ def attention(
             )
     with jax.named_scope("sparse_attention"):
         o = sparse_attention(
-            q.reshape(b, s, c.num_attention_heads, c.head_dim),
+            q,
             pools.window[layer.index],
             plan.slots,
             plan.positions,
@@ -143,6 +142,7 @@ def attention(
             sin.reshape(b, s, -1),
             window=c.sliding_window,
             scale=c.head_dim**-0.5,
+            rotate_query=True,
             impl=options.impl("sparse_attention"),
         )
     with jax.named_scope("output_projection"):

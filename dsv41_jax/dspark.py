@@ -95,12 +95,11 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
     def attend(u):
         qr, kv = project_front(u, params, c, p, net.options)
         rings[i] = store_window(rings[i], rope.rotate(kv, flat_cos, flat_sin), row_slots, positions.reshape(-1))
-        q = fp8_linear(qr, params.qb, p, net.options).reshape(-1, c.num_attention_heads, c.head_dim)
-        q = rope.rotate(q, flat_cos[:, None], flat_sin[:, None]).reshape(b, n, c.num_attention_heads, c.head_dim)
+        q = fp8_linear(qr, params.qb, p, net.options).reshape(b, n, c.num_attention_heads, c.head_dim)
         o = sparse_attention(
             q, rings[i], slots, positions, None, None, params.sink[...], cos, sin,
             window=c.sliding_window + n, scale=c.head_dim**-0.5, window_start=bounds[0], window_end=bounds[1],
-            impl=net.options.impl("sparse_attention"),
+            rotate_query=True, impl=net.options.impl("sparse_attention"),
         )  # fmt: skip
         return output_projection(o.reshape(b * n, c.num_attention_heads, c.head_dim), params, c, p, net.options)
 

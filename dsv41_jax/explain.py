@@ -10,6 +10,7 @@ from pallas_kernels import codecs
 from pallas_kernels.block_scaled_matmul import api as block_scaled_matmul
 from pallas_kernels.candidate_blocks import api as candidate_blocks
 from pallas_kernels.experts import api as experts
+from pallas_kernels.fp8_round_trip import api as fp8_round_trip
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
 from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.index_score import api as index_score
@@ -58,6 +59,7 @@ def explain_operators(
             _bf16(shapes.rows, c.hidden_size), _bf16(c.n_routed_experts, c.hidden_size), _f32(c.n_routed_experts),
             k=c.num_experts_per_tok, scale=c.routed_scaling_factor, arch=arch),
         "experts": lambda: experts.explain(*shapes.experts(), swiglu_limit=c.swiglu_limit, arch=arch),
+        "fp8_round_trip": lambda: fp8_round_trip.explain(_bf16(shapes.rows, c.hidden_size), arch=arch),
         "hyper_coefficients": lambda: hyper_coefficients.explain(
             _f32(shapes.rows, 3 * c.hc_mult * (2 + c.hc_mult)), _f32(shapes.rows), _f32(3),
             _f32(c.hc_mult * (2 + c.hc_mult)), streams=c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, arch=arch),

@@ -10,6 +10,7 @@ from dsv41_jax.params import Fp8Linear
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs, registry
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul
+from pallas_kernels.fp8_round_trip.api import fp8_round_trip
 from pallas_kernels.row_tiles import in_row_tiles
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -57,13 +58,12 @@ def split_matmul(
 
 
 def quantise_input(
-    x,  # dtype[..., I]
+    x,  # dtype[T, I]
     p: Precision,
+    options: DecodeOptions,
 ):
     """The input of an FP8 or FP4 linear after its per-32 FP8 round trip (exact in bf16); unchanged in fp32 precisions."""
-    if not p.quantise_activations:
-        return x
-    return codecs.dequantize_fp8(*codecs.quantize_fp8(x)).astype(x.dtype)
+    return fp8_round_trip(x, impl=options.impl("fp8_round_trip")) if p.quantise_activations else x
 
 
 @functools.partial(jax.jit, static_argnames=("groups", "quantised", "impl", "arch"))
@@ -94,5 +94,5 @@ def fp8_linear(
     options: DecodeOptions,
 ):
     """dtype[T, O]: the FP8 linear of spec/model.md section 4."""
-    return fp8_matmul(quantise_input(x, p), linear.weight[...], linear.scale[...], options,
+    return fp8_matmul(quantise_input(x, p, options), linear.weight[...], linear.scale[...], options,
                       quantised=p.quantise_activations)  # fmt: skip
