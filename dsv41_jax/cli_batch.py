@@ -151,7 +151,7 @@ class _Progress:
         self._start = self._shown = time.perf_counter()
         self._stack, self._bar = contextlib.ExitStack(), None
         self._wanted = not args.no_progress
-        self._late: collections.deque = collections.deque([(self._start, 0)], maxlen=int(RATE_S / REFRESH_S))
+        self._late: collections.deque = collections.deque([(self._start, 0)])  # (time, tokens)
 
     def __enter__(self):
         if self._wanted:
@@ -175,8 +175,10 @@ class _Progress:
         self._shown = time.perf_counter()
         if self._bar:
             m = self._engine.metrics
-            then, tokens = self._late[0]
             self._late.append((self._shown, m.output_tokens))
+            while len(self._late) > 2 and self._shown - self._late[0][0] > RATE_S:
+                self._late.popleft()
+            then, tokens = self._late[0]
             rate = (m.output_tokens - tokens) / max(self._shown - then, 1e-9)
             text = f"{rate:.0f} tokens/s, {m.running} running, {m.waiting} waiting" + _drafts(m)
             self._bar.update(self._task, completed=self.finished, description=text)

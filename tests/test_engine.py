@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import types
 
 import engine_harness as harness
 import jax
@@ -264,3 +265,26 @@ def test_the_loop_in_the_readme(capsys):
     reasons = [r.finish_reason for r in names["requests"]]
     assert reasons[0] in ("length", "stop", "context") and reasons[1] in ("cancelled", "stop") and all(r.error is None for r in names["requests"])
     assert "dsv41_tokens_per_s" in capsys.readouterr().out
+
+
+def test_the_benchmark_measures_steady_steps(monkeypatch):
+    """`bench.engine` on this engine: tokens and batches add up, and lost tokens or a compile are refused."""
+    from bench import engine as bench_engine
+
+    def build(args, workload, params, reuse):
+        served = harness.engine(reuse_batches=reuse)
+        for i in range(2):
+            served.submit(prompt(PAGE, 90 + i), SamplingParams(forced=True, ignore_eos=True))
+        while served.metrics.decode_steps < 3:
+            served.step()
+        return served
+
+    monkeypatch.setattr(bench_engine, "build", build)
+    args = types.SimpleNamespace(steps=5, rounds=2, warmup=1, gamma=harness.CONFIG.dspark_block_size)
+    workload = types.SimpleNamespace(batch=2)
+    reused = bench_engine.measure(args, workload, None, CompileWatch(), True)
+    anew = bench_engine.measure(args, workload, None, CompileWatch(), False)
+    assert reused["batches_sent"] + reused["batches_reused"] == 10 == anew["batches_sent"] and reused["batches_reused"] >= 2
+    assert 0 < reused["host_ms_per_step"] < reused["step_ms_max"]
+    with pytest.raises(SystemExit, match="expected 60 tokens a round, got .40, 40."):
+        bench_engine.measure(args, types.SimpleNamespace(batch=3), None, CompileWatch(), True)

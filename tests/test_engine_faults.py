@@ -101,15 +101,19 @@ def test_a_callback_may_submit_and_cancel_but_not_step(served, expected):
     children, neighbours = [], start_neighbours(served)
 
     def follow_up(request, new):
-        if not children:
-            children.append(served.submit(NEIGHBOURS[0][0], GREEDY, max_new_tokens=14))
+        if request.cancelled is False:
+            children.insert(0, served.submit(NEIGHBOURS[0][0], GREEDY, max_new_tokens=14))
             request.cancel()
 
     parent = served.submit(prompt(8, 5), GREEDY, max_new_tokens=20, on_token=follow_up)
     stepping = served.submit(prompt(8, 6), GREEDY, max_new_tokens=5, on_token=lambda r, new: served.step())
+    loading = served.submit(prompt(8, 6), GREEDY, max_new_tokens=5, on_token=lambda r, new: served.reload(harness.params()))
+    counting = served.submit(prompt(8, 6), GREEDY, max_new_tokens=2, on_token=lambda r, new: children.append(served.metrics))
     served.run()
+    assert counting.error is None and children[-1].output_tokens > 0
+    assert "reload() expected outside of callbacks" in str(loading.error)
     assert parent.finish_reason == "cancelled" and 1 <= len(parent.token_ids) < 20
-    assert "outside of callbacks" in str(stepping.error)
+    assert "step() expected outside of callbacks" in str(stepping.error)
     assert harness.outcome(children[0]) == expected[0]
     check(served, neighbours, expected)
 
@@ -119,7 +123,7 @@ def test_cancel_at_every_moment(served, expected):
     neighbours = start_neighbours(served)
     long = prompt(70, 7)
     victims = [served.submit(long, GREEDY, max_new_tokens=20) for _ in range(6)]
-    victims[0].cancel()
+    victims[0].cancel()  # before any step has seen it
     for step, victim in enumerate(victims[1:4], 1):
         for _ in range(2 * step):
             served.step()

@@ -59,7 +59,7 @@ class Engine:
         self._calls: collections.deque = collections.deque()  # (function, future) for the thread that runs the engine
         self._lock = threading.RLock()  # held by whoever steps
         self._news = threading.Condition()  # something was submitted, produced or ended
-        self._stepping, self._runner, self._closing = False, None, None
+        self._stepper, self._runner, self._closing = None, None, None  # threads that step and run; how it shuts down
 
     # requests -----------------------------------------------------------------------------------------------------------
 
@@ -100,13 +100,12 @@ class Engine:
 
         An exception from the device ends every unfinished request with it, shuts the engine down, and is raised."""
         with self._lock:
-            if self._stepping:
-                raise RuntimeError("engine: step() expected outside of callbacks, called from one")
-            self._stepping, began, counts = True, time.perf_counter(), self._loop.counts
+            self._refuse_in_callback("step")
+            self._stepper, began, counts = threading.get_ident(), time.perf_counter(), self._loop.counts
             try:
                 self._answer_calls()
                 while self._inbox:
-                    self._loop.scheduler.enqueue(self._inbox.popleft())
+                    self._loop.enqueue(self._inbox.popleft())
                 if self._closing == "cancel":
                     for request in self._loop.requests():
                         request.cancel()
@@ -115,7 +114,7 @@ class Engine:
                 self._fail(e)
                 raise
             finally:
-                self._stepping = False
+                self._stepper = None
             if worked:
                 seconds = time.perf_counter() - began
                 counts.steps += 1
@@ -143,7 +142,7 @@ class Engine:
 
     def shutdown(self, drain: bool = True, wait: bool = True) -> None:
         """Take no more requests; drain: finish those that are here, else cancel them. wait=False only says so, which is
-        safe in a signal handler: whoever runs the engine carries it out at its next step."""
+        safe in a signal handler and a callback: whoever runs the engine carries it out at its next step."""
         self._closing = "drain" if drain and self._closing != "cancel" else "cancel"
         while wait and self._busy():
             if self._elsewhere():
@@ -161,7 +160,8 @@ class Engine:
 
         recompute: run prompts and tokens again through the new weights, so that the rest of each output is theirs alone;
         else caches of the old weights stay in use until their requests end. Cached prefixes are dropped.
-        Raises ValueError, with nothing changed, for parameters of another shape."""
+        Raises ValueError, with nothing changed, for parameters of another shape; RuntimeError in a callback."""
+        self._refuse_in_callback("reload")
         self._call(lambda: self._loop.reload(params, recompute))
 
     def drop_prefixes(self) -> None:
@@ -197,6 +197,10 @@ class Engine:
         for request in [*self._loop.requests(), *self._inbox]:
             self._loop.end(request, "error", wrapped)
         self._inbox.clear()
+
+    def _refuse_in_callback(self, what: str) -> None:
+        if self._stepper == threading.get_ident():
+            raise RuntimeError(f"engine: {what}() expected outside of callbacks, called from one")
 
     def _busy(self) -> bool:
         return bool(self._inbox or self._calls or self._loop.busy)

@@ -49,6 +49,7 @@ class Loop:
         self.snapshot_bytes = self._snapshots.nbytes(self.state)
         self.counts = EngineMetrics(finished=dict.fromkeys(FINISH_REASONS, 0), drafted=[0] * gamma, accepted=[0] * gamma)
         self.flights: collections.deque[Flight] = collections.deque()
+        self.any_cancelled = False  # set by `Request.cancel`, so that a step need not look at every request
         self._copies: list = []  # prefix entries on their way to host memory
 
     @property
@@ -65,13 +66,20 @@ class Loop:
         """Every request that has not ended."""
         return [*self.scheduler.queue, *(s.request for rank in self.scheduler.ranks for s in rank.seats)]
 
+    def enqueue(self, request: Request) -> None:
+        """Take a new request."""
+        self.scheduler.enqueue(request)
+        self.any_cancelled |= request.cancelled
+
     # one step -----------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
         """One step; whether it did anything."""
-        for request in self.requests():
-            if request.cancelled:
-                self.end(request, "cancelled")
+        if self.any_cancelled:
+            self.any_cancelled = False
+            for request in self.requests():
+                if request.cancelled:
+                    self.end(request, "cancelled")
         older = len(self.flights)
         self.scheduler.grow(self.read_all)
         self._admit()

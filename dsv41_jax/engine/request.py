@@ -62,6 +62,7 @@ class Request:
         """End the request at the engine's next step; tokens that it has stay. May be called from any thread, repeatedly,
         and after the end."""
         self.cancelled = True
+        self._engine._loop.any_cancelled = True
 
     @property
     def finished(self) -> bool:

@@ -160,8 +160,8 @@ class Scheduler:
         seat.request.seat = self._blocked = None
 
     def preempt(self, seat: Seat) -> None:
-        """Back to the queue, before younger requests; its tokens are kept, its caches recomputed when it is seated again. Every step
-        that it was part of must have been read."""
+        """Back to the queue, before younger requests; its tokens are kept, its caches recomputed when it is seated again: the
+        same up to the rounding between a prefill and a decode step. Every step that brings it tokens must have been read."""
         seat.request.preemptions += 1
         self.preempted += 1
         self._requeue(seat)
