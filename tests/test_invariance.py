@@ -56,6 +56,25 @@ def test_chunks_change_nothing(size, first, one_at_a_time):
     np.testing.assert_allclose(logits, one_at_a_time, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+def test_released_chunks_and_batches_change_no_bit():
+    """One token at a time, in chunks, alone and with another request: logits and caches bit for bit."""
+    steps = harness.compiled(NAME, "released", geometry=WIDE)
+    c = steps.net.config
+    tables = harness.page_tables([6, 6], c, columns=6, shuffle=1, pages=13)
+    ids = texts()
+    want, clean = forward(steps, pieces_of(1, 1), ids, tables)
+    chunked, state = forward(steps, pieces_of(13, 6), ids, tables)
+    np.testing.assert_array_equal(chunked, want)
+    for row in range(2):
+        kept = [harness.visible(s, row, LENGTH, tables, row, c) for s in (clean, state)]
+        for name in kept[0]:
+            np.testing.assert_array_equal(kept[1][name], kept[0][name], err_msg=name)
+    own = jax.tree.map(lambda t: t[1:], tables)
+    alone, _ = forward(steps, pieces_of(1, 1), ids[1:], own, slots=(0,))
+    np.testing.assert_array_equal(alone[0], want[1])
+
+
 # ----------------------------------------------------------------------------------------------- requests in a batch
 
 PROMPTS = [harness.prompt(n, seed=10 + n) for n in (29, 1, 14, 40)]
