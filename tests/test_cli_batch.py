@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import engine_harness as harness
@@ -27,15 +28,16 @@ def expected():
 
 
 @pytest.fixture
-def run(capsys, tmp_path):
+def run(capsys, tmp_path, monkeypatch):
     """run(*more arguments) -> (exit code, stderr) of the command over the usual prompts and OUT = tmp_path/out.jsonl."""
+    monkeypatch.setenv("COLUMNS", "140")  # wide enough for the whole progress line
     lines = [json.dumps({"prompt_ids": p}) for p in PROMPTS]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
 
-    def call(*more):
+    def call(*more, progress: bool = False):
         argv = ["generate", "--checkpoint", harness.folder(), "--prompts", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl",
                 "--max-new-tokens", NEW, "--temperature", SAMPLING.temperature, "--seed", SAMPLING.seed, "--precision", "float32",
-                "--batch", 4, "--no-progress", *more]  # fmt: skip
+                "--batch", 4, *([] if progress else ["--no-progress"]), *more]  # fmt: skip
         try:
             code = cli.main([str(a) for a in argv])
         except SystemExit as e:
@@ -82,8 +84,9 @@ def test_a_whole_run_and_what_is_left_of_one(run, submitted, expected, tmp_path,
     # some lines are missing, the others in any order, the last one cut in half
     (tmp_path / "out.jsonl").write_text("".join([lines[7], lines[2], *lines[8:10], lines[0]]) + lines[4][:50])
     submitted.clear()
-    code, err = run()
+    code, err = run(progress=True)
     assert code == 0 and f"out.jsonl: 5 of {COUNT} finished before\n" in err and "6 requests (" in err
+    assert re.search(r"generating \S+ 6/6 \d+ tokens/s, 0 running, 0 waiting, \d+% of drafts accepted", err)
     assert submitted == [PROMPTS[i] for i in (1, 3, 4, 5, 6, 10)]
     assert (tmp_path / "out.jsonl").read_text() == whole
     # nothing left to do: no weights are loaded
