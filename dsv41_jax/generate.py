@@ -1,7 +1,10 @@
 """Prompts in, tokens out: the plain loop around the jitted steps, and what a serving engine is compared with.
 
 Prompts run in groups of one batch: every group is prefilled in chunks, then decoded until its last request has ended.
-A request's tokens do not depend on its group: rows are independent and random numbers belong to (seed, position).
+A request's tokens do not depend on its group: rows are independent and random numbers belong to (seed, position). On a
+CPU that holds bit for bit in every precision, for any chunk and any number of drafts, so greedy output with drafts is the
+output without (pallas_kernels/row_tiles.py). On a GPU a step of other rows may sum in another order: where that flips a
+bf16 or FP8 rounding, `released` texts may part.
 """
 
 import dataclasses

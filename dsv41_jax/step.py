@@ -2,6 +2,9 @@
 
 Pure: `(params, state, batch) -> (state, output)`, state donated. Everything the next step needs stays on the device, so a
 serving loop may dispatch step n+1 before it has read the tokens of step n.
+
+On a CPU a request's tokens and caches have the same bits for any batch, chunk and gamma, in every precision; on a GPU up to
+the order of sums (generate.py).
 """
 
 import dataclasses
