@@ -66,7 +66,11 @@ def _serve(args, params, config, tokenizer, prompts, todo, sampling, gamma, sett
         batch_buckets=(rows,), prefill_buckets=(min(4, rows),),
     )  # fmt: skip
     broken: list[OSError] = []
-    with open(args.out, "a", encoding="utf-8") as out, shutdown_on_signals(engine) as stop, _Progress(args, engine, todo) as bar:
+    with (
+        open(args.out, "a", encoding="utf-8") as out,
+        shutdown_on_signals(engine) as stop,
+        _Progress(args, engine, todo) as bar,
+    ):
 
         def finished(index: int, request) -> None:
             if request.finish_reason == "cancelled":

@@ -140,7 +140,9 @@ def drive(served: Engine, cases, rng) -> list:
     while to_come or served.step():
         for _ in range(min(len(to_come), rng.poisson(0.6))):
             p, s, n = to_come.pop(0)
-            requests.append(served.submit(p, s, max_new_tokens=n, on_token=lambda r, new: seen.setdefault(r.id, []).extend(new)))
+            requests.append(
+                served.submit(p, s, max_new_tokens=n, on_token=lambda r, new: seen.setdefault(r.id, []).extend(new))
+            )
         if to_come:
             served.step()
         running = [r for r in requests if not r.finished]

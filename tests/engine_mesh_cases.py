@@ -91,7 +91,5 @@ def test_reload_and_cancel_over_a_mesh(served, folder, tmp_path):
     rest = [r.prompt + t for r, t in zip(requests, at, strict=True)]
     results = generate(checkpoint.load(other, progress=False), CONFIG, [*rest, *[prompt(9, 1)] * 5], max_new_tokens=40,
                        sampling=sampling(0), precision="float32", chunk=CHUNK, max_context=CONTEXT)  # fmt: skip
-    assert [r.token_ids for r in requests] == [
-        t + full.token_ids[: 12 - len(t)] for t, full in zip(at, results, strict=False)
-    ]
+    assert [r.token_ids for r in requests] == [t + full.token_ids[: 12 - len(t)] for t, full in zip(at, results, strict=False)]
     assert jax.device_count() == R

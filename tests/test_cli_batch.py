@@ -182,7 +182,15 @@ def test_other_settings_do_not_mix(run, tmp_path, monkeypatch):
     fingerprint = cli_batch._fingerprint
     monkeypatch.setattr(cli_batch, "_fingerprint", lambda *a: settings.append(fingerprint(*a)) or settings[-1])
     monkeypatch.setattr(cli_batch, "_serve", None)
-    for more in ([], ["--seed", 6], ["--stop-id", 9], ["--gamma", 1], ["--max-context", 30], ["--top-p", 0.5], ["--ignore-eos"]):
+    for more in (
+        [],
+        ["--seed", 6],
+        ["--stop-id", 9],
+        ["--gamma", 1],
+        ["--max-context", 30],
+        ["--top-p", 0.5],
+        ["--ignore-eos"],
+    ):
         record = {"index": 0, "prompt_ids": PROMPTS[0], "settings": settings[0] if settings else "", "finish_reason": "stop"}
         (tmp_path / "out.jsonl").write_text(json.dumps(record) + "\n")
         code, err = run(*more)

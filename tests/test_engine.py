@@ -240,15 +240,15 @@ def test_prefill_does_not_starve_decoding(served):
     running = served.submit(prompt(5, 81), GREEDY, max_new_tokens=60)
     while len(running.token_ids) < 2:
         served.step()
-    long = [served.submit(prompt(90, 82 + i), GREEDY, max_new_tokens=2) for i in range(1)]
+    long = served.submit(prompt(90, 82), GREEDY, max_new_tokens=2)
     before, count = served.metrics, len(running.token_ids)
-    while not long[0].token_ids:
+    while not long.token_ids:
         served.step()
     after = served.metrics
     steps = after.steps - before.steps
     assert after.prefill_steps - before.prefill_steps == 6 and steps <= 8
     assert len(running.token_ids) - count >= steps
-    for r in (running, *long):
+    for r in (running, long):
         r.cancel()
     served.run()
     harness.check_all_free(served)
@@ -263,7 +263,11 @@ def test_the_loop_in_the_readme(capsys):
     names = {"DIR": harness.folder(), "SHAPE": harness.SHAPE}
     exec(code.replace(sizes, "**SHAPE"), names)
     reasons = [r.finish_reason for r in names["requests"]]
-    assert reasons[0] in ("length", "stop", "context") and reasons[1] in ("cancelled", "stop") and all(r.error is None for r in names["requests"])
+    assert (
+        reasons[0] in ("length", "stop", "context")
+        and reasons[1] in ("cancelled", "stop")
+        and all(r.error is None for r in names["requests"])
+    )
     assert "dsv41_tokens_per_s" in capsys.readouterr().out
 
 

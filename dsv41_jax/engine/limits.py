@@ -46,7 +46,14 @@ class Limits:
 
     def resolved(self, c: ModelConfig, gamma: int) -> "Limits":
         """Every None replaced, every value checked."""
-        for name, low in (("max_requests", 1), ("page_tokens", 2), ("chunk", 1), ("prefix_bytes", 0), ("end_ids", 1), ("biases", 0)):
+        for name, low in (
+            ("max_requests", 1),
+            ("page_tokens", 2),
+            ("chunk", 1),
+            ("prefix_bytes", 0),
+            ("end_ids", 1),
+            ("biases", 0),
+        ):
             _expect(getattr(self, name) >= low, name, f">= {low}", getattr(self, name))
         context = c.max_position_embeddings if self.max_context is None else self.max_context
         _expect(2 <= context <= c.max_position_embeddings, "max_context", f"2..{c.max_position_embeddings}", context)

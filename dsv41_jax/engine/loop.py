@@ -80,14 +80,15 @@ class Loop:
             for request in self.requests():
                 if request.cancelled:
                     self.end(request, "cancelled")
-        older = len(self.flights)
+        worked = bool(self.flights)
         self.scheduler.grow(self.read_all)
+        older = len(self.flights)
         self._admit()
-        dispatched = self._dispatch_prefill()
-        dispatched |= self._dispatch_decode()
-        for _ in range(min(older, len(self.flights))):
+        worked |= self._dispatch_prefill()
+        worked |= self._dispatch_decode()
+        for _ in range(older):
             self._read(self.flights.popleft())
-        return dispatched or older > 0
+        return worked
 
     def _admit(self) -> None:
         for seat, entry in self.scheduler.admit():
