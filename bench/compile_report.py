@@ -168,6 +168,7 @@ def report(args) -> dict:
     sizes = {("u8", int(np.prod(a.sharding.shard_shape(a.shape), dtype=np.int64))) for a in arrays}
     launched = hlo_report.launches(hlo)
     return {
+        "benchmark": "compile_report",
         "what": {
             "preset": args.preset, "target": args.target, "ranks": args.ranks, "batch_per_rank": args.batch,
             "context": args.context, "layers": net.config.num_hidden_layers, "gamma": args.gamma or net.config.dspark_block_size,

@@ -11,6 +11,7 @@ profiler takes beyond that is its gaps. The traced step is launched kernel by ke
 
 import argparse
 import dataclasses
+import gzip
 import json
 import pathlib
 import re
@@ -69,14 +70,18 @@ def scopes_of(hlo: str) -> dict[str, str]:
 
 
 def read_trace(folder, module: str = "jit_bound") -> list[Event]:
-    """Kernels of the newest trace below `folder` on the first GPU, by start, those of other modules left out.
+    """Kernels of the newest trace below `folder` on the first GPU, by start, those of other modules left out. A trace may
+    be the profiler's own file or the Perfetto file beside it.
 
     Raises FileNotFoundError without a trace."""
     import jax
 
     found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
     if not found:
-        raise FileNotFoundError(f"{folder}: no *.xplane.pb below it")
+        found = sorted(pathlib.Path(folder).rglob("*.trace.json.gz"))
+        if not found:
+            raise FileNotFoundError(f"{folder}: no *.xplane.pb and no *.trace.json.gz below it")
+        return _read_perfetto(found[-1], module)
     events = []
     for plane in jax.profiler.ProfileData.from_file(str(found[-1])).planes:
         if "GPU:0" not in plane.name:
@@ -91,15 +96,51 @@ def read_trace(folder, module: str = "jit_bound") -> list[Event]:
     return sorted(events, key=lambda e: e.start)
 
 
+def _read_perfetto(path: pathlib.Path, module: str) -> list[Event]:
+    rows = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in rows if e.get("name") == "process_name"}
+    events = []
+    for e in rows:
+        stats = e.get("args", {})
+        if e.get("ph") == "X" and "GPU:0" in named.get(e["pid"], "") and stats.get("hlo_module", module).startswith(module):
+            events.append(Event(stats.get("hlo_op", ""), e["name"], e["ts"] * 1e3, e["dur"] * 1e3))
+    return sorted(events, key=lambda e: e.start)
+
+
+def exchange(events: list[Event], steps: int) -> dict | None:
+    """NCCL's kernels of one step in us: their sum, what other kernels of this GPU hide of it, what is exposed, each also
+    by kernel. A collective waits for the slowest rank inside its kernel, so that wait counts. None without any."""
+    nccl = [e for e in events if e.name.startswith("nccl")]
+    if not nccl:
+        return None
+    others = _covered([e for e in events if not e.name.startswith("nccl")])
+    rows = defaultdict(lambda: {"count": 0.0, "us": 0.0, "hidden_us": 0.0})
+    for e in nccl:
+        row = rows[re.match(r"\w+", e.name).group(0)]
+        hidden = sum(max(0.0, min(stop, e.start + e.duration) - max(start, e.start)) for start, stop in others)
+        for key, value in (("count", 1), ("us", e.duration / 1e3), ("hidden_us", hidden / 1e3)):
+            row[key] += value / steps
+    for row in rows.values():
+        row["exposed_us"] = row["us"] - row["hidden_us"]
+    total = {key: sum(row[key] for row in rows.values()) for key in ("count", "us", "hidden_us", "exposed_us")}
+    rounded = lambda row: {key: round(value, 2) for key, value in row.items()}
+    return {**rounded(total), "kernels": {name: rounded(row) for name, row in rows.items()}}
+
+
+def _covered(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Intervals in which at least one of the events (by start) runs."""
+    out: list[list[float]] = []
+    for e in events:
+        if out and e.start <= out[-1][1]:
+            out[-1][1] = max(out[-1][1], e.start + e.duration)
+        else:
+            out.append([e.start, e.start + e.duration])
+    return [tuple(x) for x in out]
+
+
 def busy_ns(events: Iterable[Event]) -> float:
     """Time that at least one kernel covers."""
-    total, end = 0.0, float("-inf")
-    for e in events:
-        stop = e.start + e.duration
-        if stop > end:
-            total += stop - max(e.start, end)
-            end = stop
-    return total
+    return sum(stop - start for start, stop in _covered(events))
 
 
 def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
@@ -122,6 +163,7 @@ def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
         "parts_us": {k: round(v, 2) for k, v in sorted(parts.items(), key=lambda kv: -kv[1])},
         "kernels": {k: round(n / steps, 1) for k, n in sorted(kernels.items(), key=lambda kv: -kv[1])},
         "attention": attention_classes(layers),
+        "exchange": exchange(events, steps),
     }
 
 
@@ -174,6 +216,8 @@ def _print(out: dict) -> None:
     print(f"step {step:.0f} us measured, busy {out['busy_us']:.0f} us; {out['traced_step_us']:.0f} us traced kernel by kernel")
     for part, us in out["parts_us"].items():
         print(f"  {part:32s} {us:10.1f} us  {100 * us / step:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
+    if x := out["exchange"]:
+        print(f"  exchange {x['us']:.0f} us in {x['count']:.0f} collectives, {x['hidden_us']:.0f} hidden, {x['exposed_us']:.0f} exposed")
     for kind, row in out["attention"]["classes"].items():
         print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
 

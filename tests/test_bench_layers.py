@@ -1,5 +1,8 @@
 """Attribution of a trace to the parts of a step."""
 
+import gzip
+import json
+
 import pytest
 
 from bench import layers
@@ -52,6 +55,25 @@ def test_attention_is_a_mean_over_the_layers_of_a_class():
     assert got["classes"]["REUSE"] == {"layers": 2, "us": 3.0, "reference_b300_us": 128.06}
     assert got["classes"]["SWA"]["us"] == 1.0
     assert got["mean_us"] == pytest.approx(7 / 3, abs=0.01)
+
+
+def test_collectives_are_exposed_where_nothing_else_runs():
+    rows = [("a", "gemm", 0, 1000), ("d", "ncclDevKernel_AllGather_RING_LL(x)", 500, 1000), ("d", "gemm", 1200, 200),
+            ("d", "ncclDevKernel_SendRecv(y)", 3000, 400)]  # fmt: skip
+    got = layers.attribute([Event(*row) for row in rows], SCOPES, steps=2)["exchange"]
+    assert (got["count"], got["us"], got["hidden_us"], got["exposed_us"]) == (1.0, 0.7, 0.35, 0.35)
+    assert got["kernels"]["ncclDevKernel_SendRecv"] == {"count": 0.5, "us": 0.2, "hidden_us": 0.0, "exposed_us": 0.2}
+    assert layers.attribute(events(("a", 0, 10)), SCOPES, steps=1)["exchange"] is None
+
+
+def test_reads_the_perfetto_file(tmp_path):
+    name = lambda pid, what: {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": what}}
+    kernel = lambda pid, ts, module: {"ph": "X", "pid": pid, "ts": ts, "dur": 2.0, "name": "k",
+                                      "args": {"hlo_module": module, "hlo_op": "a"}}  # fmt: skip
+    rows = [name(1, "/device:GPU:0"), name(2, "/device:GPU:1"), kernel(1, 5.0, "jit_bound"), kernel(1, 3.0, "jit_bound"),
+            kernel(2, 1.0, "jit_bound"), kernel(1, 1.0, "jit_other")]  # fmt: skip
+    (tmp_path / "vm.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": rows}).encode()))
+    assert layers.read_trace(tmp_path) == [Event("a", "k", 3000.0, 2000.0), Event("a", "k", 5000.0, 2000.0)]
 
 
 def test_missing_trace_is_an_error(tmp_path):

@@ -21,9 +21,9 @@ def numpy_enter(streams, pre, weight, eps):
 def check(got, inputs, eps):
     u, r = numpy_enter(*inputs, eps)
     np.testing.assert_allclose(np.asarray(got[1]), r, rtol=1e-5)
-    # two roundings to bf16, each of which may fall the other way
-    np.testing.assert_allclose(np.asarray(got[0], np.float64), u, rtol=2.1 * 2**-8, atol=1e-6)
-    assert np.mean(np.asarray(got[0]) == np.asarray(jnp.asarray(u, jnp.bfloat16))) > 0.99
+    # x may round the other way (2**-7 of it), then u is rounded (2**-8); in numpy fp32 sums do so in 30 of a million values
+    np.testing.assert_allclose(np.asarray(got[0], np.float64), u, rtol=3.1 * 2**-8, atol=1e-6)
+    assert np.mean(np.asarray(got[0]) == np.asarray(jnp.asarray(u, jnp.bfloat16))) > 0.999
 
 
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)

@@ -27,7 +27,8 @@ def _body(x_ref, out_ref):
     largest = jnp.maximum(jnp.max(jnp.abs(x), 1), jnp.float32(FP8_FLOOR)) * jnp.float32(1 / FP8_MAX)
     exponent = ceil_exponent(largest)[:, None]
     value = value_of(code_of(jnp.abs(x) * float_of((254 - exponent) << 23))) * float_of(exponent << 23)
-    out_ref[:, :] = jnp.where(bits_of(x) < 0, -value, value).astype(jnp.bfloat16)
+    sign = bits_of(x) & jnp.int32(-(2**31))  # kept for zeros too, where Triton's negation loses it
+    out_ref[:, :] = float_of(bits_of(value) | sign).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")  # lowered once for all layers
