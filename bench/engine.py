@@ -6,6 +6,7 @@
 `batch` requests with prompts of one page each decode through `dsv41_jax.engine.Engine`, drafts accepted by force, with
 page tables of the workload's capacity. A step's host time is what the engine does between two waits for the device:
 schedule, pages, batches, dispatch, stop conditions, metrics. While it is below the device's step it costs nothing.
+(On a CPU a dispatch may run part of the step itself: there the split says little.)
 The same rounds run again with every batch sent anew, which is what reusing batches on the device saves.
 
 The run fails, with the reason, if anything compiles after warm-up or is transferred without being asked for, or if a
@@ -31,7 +32,7 @@ def build(args, workload, params, reuse: bool):
         params, w.config, decode.decode_options(args), w.batch, w.capacity, gamma=args.gamma, page_tokens=w.page_tokens,
         chunk=w.page_tokens, batch_buckets=(w.batch,), prefill_buckets=(min(4, w.batch),), prefix_bytes=0, reuse_batches=reuse,
     )  # fmt: skip
-    engine.warm_up()
+    # no engine.warm_up(): it would compile the steps with sampling code too, and full-size compiles take minutes
     sampling = SamplingParams(forced=True, ignore_eos=True)
     for i in range(w.batch):
         engine.submit([3 + (i + j) % 400 for j in range(w.page_tokens)], sampling)
