@@ -19,6 +19,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 if a request failed while it ran, 2 for bad input, 130
     when interrupted. DSV41_TRACEBACK=1 lets the exceptions behind exit code 2 through."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: as a reader that went away
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the program runs)
     args = _parser().parse_args(argv)
     if argv is None:  # as a program: being told to end cleans up like any other end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -91,7 +94,7 @@ def _at_least(low: int):
 
 def _ids(text: str) -> list[int]:
     try:
-        return [int(t) for t in text.split(",") if t.strip()]
+        return [int(t) for t in text.split(",")] if text.strip() else []
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected comma-separated token ids, got {text!r}") from None
 

@@ -27,7 +27,7 @@ def generate(args) -> int:
     prompts = _prompts(args, folder, tokenizer)
     for label, ids in prompts:
         _check_request(label, ids, args, config)
-    gamma = _gamma(args, config)
+    gamma, options = _gamma(args, config), DecodeOptions.from_env()
     sampling = _sampling(args, folder)
     if args.prompts is not None and args.out is not None:
         from dsv41_jax.cli_batch import generate_file
@@ -35,7 +35,7 @@ def generate(args) -> int:
         return generate_file(args, config, tokenizer, [ids for _, ids in prompts], sampling, gamma)
     with _sink(args.out) as out:
         params = checkpoint.load(folder, config, progress=not args.no_progress)
-        results = _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, out)
+        results = _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, options, out)
     failed = [label for (label, _), result in zip(prompts, results, strict=True) if result.finish_reason == "error"]
     for label in failed:
         print(f"dsv41: {label}: stopped, a logit that decided a token was not finite", file=sys.stderr)
@@ -44,6 +44,7 @@ def generate(args) -> int:
 
 def score(args) -> None:
     """`dsv41 score`. Raises ValueError or OSError for bad input, before anything is written."""
+    from dsv41_jax.score import check_ids
     from dsv41_jax.score import score as run
 
     config = _config(args.checkpoint)
@@ -53,12 +54,13 @@ def score(args) -> None:
         raise ValueError(f"{args.ids}: not a .npy array ({e})") from None
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{args.ids}: expected one .npy array, got an archive")
-    _check_ids(args.ids, ids, config)
+    check_ids(ids, config, args.ids)
+    options = DecodeOptions.from_env()
     writable(args.out)
     params = checkpoint.load(args.checkpoint, config, progress=not args.no_progress)
     arrays = run(
         params, config, ids, prefill=args.prefill, chunk=args.chunk, precision=args.precision,
-        drafts=args.drafts, dump=args.dump, options=DecodeOptions.from_env(),
+        drafts=args.drafts, dump=args.dump, options=options,
     )  # fmt: skip
     with whole_file(args.out) as f:
         np.savez(f, **arrays)
@@ -160,13 +162,6 @@ def _check_request(label: str, ids: list[int], args, c: ModelConfig) -> None:
             raise ValueError(f"--stop-id: expected ids 0..{c.vocab_size - 1}, got {token}")
 
 
-def _check_ids(path, ids: np.ndarray, c: ModelConfig) -> None:
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or ids.size == 0:
-        raise ValueError(f"{path}: expected a non-empty int [B, L] array, got {ids.dtype} {list(ids.shape)}")
-    if ids.min() < 0 or ids.max() >= c.vocab_size:
-        raise ValueError(f"{path}: expected ids 0..{c.vocab_size - 1}, got {ids.min()}..{ids.max()}")
-
-
 def _gamma(args, c: ModelConfig) -> int | None:
     if args.draft == "off":
         if args.gamma:
@@ -191,7 +186,7 @@ def _sampling(args, folder):
 # output ---------------------------------------------------------------------------------------------------------------
 
 
-def _run(args, params, config, tokenizer, prompts, sampling, gamma, out):
+def _run(args, params, config, tokenizer, prompts, sampling, gamma, options, out):
     from dsv41_jax.generate import generate as run
 
     watch = _Watch()
@@ -205,7 +200,7 @@ def _run(args, params, config, tokenizer, prompts, sampling, gamma, out):
 
     results = run(
         params, config, prompts, max_new_tokens=args.max_new_tokens, sampling=sampling, gamma=gamma,
-        precision=args.precision, options=DecodeOptions.from_env(), chunk=args.chunk, max_context=args.max_context,
+        precision=args.precision, options=options, chunk=args.chunk, max_context=args.max_context,
         on_token=on_token,
     )  # fmt: skip
     if stream:

@@ -108,7 +108,7 @@ class ModelConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
-    image_token_id: int = 129264
+    image_token_id: int = 129264  # -1 = none
 
     def __post_init__(self):
         object.__setattr__(self, "layers", derive_schedule(self))
@@ -163,7 +163,10 @@ class ModelConfig:
         missing = sorted(needed - set(flat))
         if missing:
             raise ConfigError("config.json", f"without {', '.join(missing)}", "must name every size of the network")
-        return cls(**{name: _convert(name, f.type, flat[name]) for name, f in fields.items() if name in flat})
+        values = {name: _convert(name, f.type, flat[name]) for name, f in fields.items() if name in flat}
+        if values["vocab_size"] <= cls.image_token_id:
+            values.setdefault("image_token_id", -1)  # not the release's vocabulary, and none named
+        return cls(**values)
 
     @classmethod
     def from_file(cls, path) -> "ModelConfig":
@@ -249,10 +252,16 @@ def _check_geometry(c: ModelConfig) -> None:
         rows = c.ngram_heads * c.engram_vocab_size
         require(min(c.engram_num_embeddings) >= rows, "engram_num_embeddings",
                 f"must be at least {rows} rows a layer: n-gram sizes x heads x engram_vocab_size")  # fmt: skip
+    require(c.max_position_embeddings <= 1 << 24, "max_position_embeddings", "must be <= 2^24: fp32 angles hold no more positions")
+    for name in ("sliding_window", "index_topk"):
+        require(getattr(c, name) <= c.max_position_embeddings, name, "must be <= max_position_embeddings")
+    require(c.beta_fast > c.beta_slow, "beta_fast", "must be > beta_slow, where the YaRN ramp ends")
+    require(c.image_token_id >= -1 and c.image_token_id < c.vocab_size, "image_token_id", "must be a token id, or -1 for none")
     for name in ("engram_pad_token_id", "bos_token_id", "eos_token_id", "pad_token_id"):
         require(0 <= getattr(c, name) < c.vocab_size, name, "must be a token id")
     if c.has_draft:
         n = c.num_hidden_layers
+        require(c.dspark_block_size <= c.sliding_window, "dspark_block_size", "must be <= sliding_window")
         require(0 <= c.dspark_noise_token_id < c.vocab_size, "dspark_noise_token_id", "must be a token id")
         require(len(c.dspark_target_layer_ids) > 0 and all(0 <= i < n for i in c.dspark_target_layer_ids),
                 "dspark_target_layer_ids", f"must be layers 0..{n - 1}")  # fmt: skip

@@ -22,6 +22,7 @@ from dsv41_jax.plan import Chunk
 from dsv41_jax.precision import precision as by_name
 from dsv41_jax.sampling import SamplingBatch, SamplingParams, pack_sampling
 from dsv41_jax.step import DecodeBatch, PrefillBatch, Steps
+from dsv41_jax.tokenizer import check_prompt
 
 GROUP = 8  # prompts decoded together
 CHUNK = 64  # default prompt tokens of one request in a prefill step
@@ -101,14 +102,9 @@ def _check(c: ModelConfig, prompts, max_new_tokens, sampling, chunk, max_context
     if max_context is not None and not 1 <= max_context <= limit:
         raise ValueError(f"max_context: expected 1..{limit}, got {max_context}")
     for i, p in enumerate(prompts):
-        where = f"prompt {i}"
-        if len(p) == 0:
-            raise ValueError(f"{where}: expected at least one token, got none")
-        bad = next(((j, t) for j, t in enumerate(p) if not 0 <= t < c.vocab_size), None)
-        if bad:
-            raise ValueError(f"{where}: expected ids 0..{c.vocab_size - 1}, got {bad[1]} at position {bad[0]}")
+        check_prompt(p, c, f"prompt {i}")
         if len(p) >= (max_context or limit):
-            raise ValueError(f"{where}: expected fewer tokens than the context of {max_context or limit}, got {len(p)}")
+            raise ValueError(f"prompt {i}: expected fewer tokens than the context of {max_context or limit}, got {len(p)}")
     if isinstance(sampling, SamplingParams):
         return [sampling] * len(prompts)
     if len(sampling) != len(prompts):

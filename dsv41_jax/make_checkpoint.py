@@ -4,6 +4,7 @@ Values keep activations near unit size through the network; every fifth expert i
 and `bias_vl`, which text must never read, is far off on purpose. A tensor depends on the seed and its name alone.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -59,10 +60,12 @@ def make_checkpoint(
         raise FileExistsError(f"{out} exists already; a checkpoint is never written over")
     engram_constants(config)
     tensors = checkpoint_tensors(config)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(tensor_bytes(t.dtype, t.shape) for t in tensors), shutil.disk_usage(out.parent).free
+    there = next(p for p in out.absolute().parents if p.exists())
+    needed, free = sum(tensor_bytes(t.dtype, t.shape) for t in tensors), shutil.disk_usage(there).free
     if needed > free:
-        raise OSError(f"{out.parent}: the checkpoint needs {needed} bytes, {free} are free")
+        raise OSError(f"{there}: the checkpoint needs {needed} bytes, {free} are free")
+    made = [p for p in out.absolute().parents if not p.exists()]  # the innermost first
+    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         _write_side_files(config, temporary)
@@ -71,6 +74,9 @@ def make_checkpoint(
         os.rename(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+                parent.rmdir()
         raise
     return out
 

@@ -1,8 +1,11 @@
 """Feature switches of the decode path, and which implementation each operator gets (spec/design.md, "Switches")."""
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Mapping
+
+from pallas_kernels import registry
 
 OPERATORS = ("block_scaled_matmul", "candidate_blocks", "experts", "fp8_round_trip", "hyper_coefficients", "hyper_enter",
              "index_score", "index_score_blocks", "router", "select_tokens", "sparse_attention", "sparse_plan")  # fmt: skip
@@ -34,13 +37,33 @@ class DecodeOptions:
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "DecodeOptions":
         """Read once, at the command line. FAKE_BALANCE_EXPERT=0|1; DSV41_IMPL=auto|reference;
-        DSV41_IMPL_<OPERATOR>=name. Raises ValueError for other values."""
-        overrides = tuple((op, env[f"DSV41_IMPL_{op.upper()}"]) for op in OPERATORS if f"DSV41_IMPL_{op.upper()}" in env)
+        DSV41_IMPL_<OPERATOR>=name. Raises ValueError for other values, unknown operators, and implementations that are not
+        for the default device."""
+        names = {f"DSV41_IMPL_{op.upper()}": op for op in OPERATORS}
+        unknown = sorted(v for v in env if v.startswith("DSV41_IMPL_") and v not in names)
+        if unknown:
+            raise ValueError(f"{unknown[0]}: expected one of {', '.join(sorted(names))}")
+        default = env.get("DSV41_IMPL", "auto")
+        if default not in ("auto", "reference"):
+            raise ValueError(f"DSV41_IMPL: expected auto or reference, got {default!r}")
+        overrides = tuple((op, env[v]) for v, op in names.items() if v in env)
+        for op, name in overrides:
+            _check_implementation(op, name)
         return cls(
-            default_implementation=env.get("DSV41_IMPL", "auto"),
+            default_implementation=default,
             implementations=overrides,
             fake_balance_experts=_flag(env, "FAKE_BALANCE_EXPERT"),
         )
+
+
+def _check_implementation(op: str, name: str) -> None:
+    module, table = ("index_score", "BLOCK_IMPLEMENTATIONS") if op == "index_score_blocks" else (op, "IMPLEMENTATIONS")
+    known = {i.name: i for i in getattr(importlib.import_module(f"pallas_kernels.{module}.api"), table)}
+    where, arch = f"DSV41_IMPL_{op.upper()}", registry.current_arch()
+    if name != "auto" and name not in known:
+        raise ValueError(f"{where}: expected one of {', '.join(['auto', *known])}, got {name!r}")
+    if name != "auto" and known[name].arches and arch not in known[name].arches:
+        raise ValueError(f"{where}: {name} is for {', '.join(known[name].arches)}, this device is {arch}")
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -14,6 +14,7 @@ from dsv41_jax.plan import Chunk
 from dsv41_jax.precision import precision as by_name
 from dsv41_jax.score_dump import Dump
 from dsv41_jax.step import Steps, compiled
+from dsv41_jax.tokenizer import reserved_ids
 
 
 def score(
@@ -84,13 +85,23 @@ def score(
     return result
 
 
+def check_ids(ids: np.ndarray, c: ModelConfig, where: str = "ids") -> None:
+    """Raises ValueError (where, expected, got) unless `ids` is a non-empty int [B, L] array of text tokens."""
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
+        raise ValueError(f"{where}: expected a non-empty int [B, L] array, got {ids.dtype} {list(ids.shape)}")
+    reserved = reserved_ids(c)
+    for bad, rule in (
+        ((ids < 0) | (ids >= c.vocab_size), f"ids 0..{c.vocab_size - 1}"),
+        ((ids >= reserved.start) & (ids < reserved.stop), "no reserved image id; only text is decoded"),
+    ):
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise ValueError(f"{where}: expected {rule}, got {int(ids[at])} at {list(at)}")
+
+
 def _check(c: ModelConfig, ids, prefill: int, chunk: int, drafts: bool) -> np.ndarray:
     ids = np.asarray(ids)
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or 0 in ids.shape:
-        raise ValueError(f"ids: expected a non-empty int[B, L] array, got {ids.dtype} {ids.shape}")
-    if ids.min() < 0 or ids.max() >= c.vocab_size:
-        at = tuple(int(i) for i in np.argwhere((ids < 0) | (ids >= c.vocab_size))[0])
-        raise ValueError(f"ids: expected 0..{c.vocab_size - 1}, got {int(ids[at])} at {at}")
+    check_ids(ids, c)
     length = ids.shape[1]
     if length > c.max_position_embeddings:
         raise ValueError(f"ids: expected at most {c.max_position_embeddings} positions, got {length}")

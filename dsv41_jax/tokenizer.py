@@ -1,6 +1,7 @@
 """Text to ids and back, and the Engram token map that is derived from a tokenizer (spec/model.md section 10)."""
 
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
@@ -19,19 +20,22 @@ class TokenizerError(ValueError):
 
 
 def reserved_ids(c: ModelConfig) -> range:
-    """Ids that a text prompt must never contain: the image sentinels (spec/serving.md)."""
-    return range(c.image_token_id, min(c.image_token_id + _IMAGE_IDS, max(c.vocab_size, c.image_token_id)))
+    """Ids that a text prompt must never contain: the image sentinels (spec/serving.md). Empty for a model without any."""
+    if c.image_token_id < 0:
+        return range(0)
+    return range(c.image_token_id, min(c.image_token_id + _IMAGE_IDS, c.vocab_size))
 
 
-def check_prompt(ids: list[int], c: ModelConfig) -> None:
-    """Raises ValueError for an empty prompt, an id out of the vocabulary or a reserved image id."""
-    if not ids:
-        raise ValueError("prompt: expected at least one token, got none")
+def check_prompt(ids: Sequence[int], c: ModelConfig, where: str = "prompt") -> None:
+    """Raises ValueError (where, expected, got) for an empty prompt, an id out of the vocabulary or a reserved image id."""
+    if len(ids) == 0:
+        raise ValueError(f"{where}: expected at least one token, got none")
+    reserved = reserved_ids(c)
     for position, token in enumerate(ids):
         if not 0 <= token < c.vocab_size:
-            raise ValueError(f"prompt: expected ids 0..{c.vocab_size - 1}, got {token} at position {position}")
-        if token in reserved_ids(c):
-            raise ValueError(f"prompt: id {token} at position {position} is a reserved image id; only text is decoded")
+            raise ValueError(f"{where}: expected ids 0..{c.vocab_size - 1}, got {token} at position {position}")
+        if token in reserved:
+            raise ValueError(f"{where}: id {token} at position {position} is a reserved image id; only text is decoded")
 
 
 class Tokenizer:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dsv41_jax import checkpoint
 from dsv41_jax.engine import Engine
-from dsv41_jax.generate import generate, stop_ids
+from dsv41_jax.generate import generate
 from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.presets import TINY
 from dsv41_jax.sampling import SamplingParams
@@ -72,7 +72,8 @@ def run_alone(requests, weights=None, precision: str = "float32") -> list[tuple[
     order = sorted(range(len(requests)), key=lambda i: (requests[i][2] // 15, len(requests[i][0])))
     cases = [requests[i] for i in order] + padding
     results = generate(
-        params() if weights is None else weights, CONFIG, [p for p, _, _ in cases], max_new_tokens=max(n for _, _, n in cases),
+        # a random network writes image ids, which no prompt may hold: for its text to be continued there must be none
+        params() if weights is None else weights, dataclasses.replace(CONFIG, image_token_id=-1), [p for p, _, _ in cases], max_new_tokens=max(n for _, _, n in cases),
         sampling=[s for _, s, _ in cases], precision=precision, chunk=CHUNK, max_context=CONTEXT,
     )  # fmt: skip
     out = [None] * len(requests)

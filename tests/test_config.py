@@ -117,6 +117,13 @@ IMPOSSIBLE = [
     ("engram_max_ngram_size", {"engram_max_ngram_size": 1}, "at least 2"),
     ("engram_num_embeddings", {"engram_max_ngram_size": 10**6}, "at least 359999640 rows a layer"),
     ("engram_pad_token_id", {"engram_pad_token_id": 600}, "must be a token id"),
+    ("image_token_id", {"image_token_id": 512}, "must be a token id, or -1"),
+    ("image_token_id", {"image_token_id": -2}, "must be a token id, or -1"),
+    ("beta_fast", {"beta_fast": 1.0}, "must be > beta_slow"),
+    ("max_position_embeddings", {"max_position_embeddings": 2**24 + 1}, "must be <= 2\\^24"),
+    ("sliding_window", {"sliding_window": 4097}, "must be <= max_position_embeddings"),
+    ("index_topk", {"index_topk": 4097}, "must be <= max_position_embeddings"),
+    ("dspark_block_size", {"dspark_block_size": 17}, "must be <= sliding_window"),
 ]  # fmt: skip
 
 

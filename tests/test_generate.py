@@ -88,6 +88,7 @@ def test_callback_sees_every_token_in_order(model):
         ([], {}, "prompts: expected at least one"),
         ([[1], []], {}, "prompt 1: expected at least one token"),
         ([[1, 320]], {}, "prompt 0: expected ids 0..319, got 320 at position 1"),
+        ([[1, 318]], {}, "prompt 0: id 318 at position 1 is a reserved image id"),
         ([[1]], {"chunk": 0}, "chunk: expected >= 1"),
         ([[1] * 40], {"max_context": 40}, "prompt 0: expected fewer tokens than the context of 40"),
         ([[1]], {"max_context": 5000}, "max_context: expected 1..512"),

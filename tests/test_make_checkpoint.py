@@ -97,7 +97,8 @@ def test_a_vocabulary_without_a_matching_tokenizer_gets_a_sidecar(tmp_path):
 
 
 def test_a_vocabulary_too_small_for_bytes_has_no_tokenizer(tmp_path):
-    config = dataclasses.replace(TINY, vocab_size=64, dspark_noise_token_id=63, engram_compressed_vocab_size=40)
+    config = dataclasses.replace(TINY, vocab_size=64, dspark_noise_token_id=63, image_token_id=60,
+                                 engram_compressed_vocab_size=40)  # fmt: skip
     path = make_checkpoint(config, tmp_path / "small")
     assert not (path / "tokenizer.json").exists()
     assert load(path, progress=False).embed.shape == (64, 128)

@@ -69,14 +69,14 @@ OPERATIONS = {
         [normal(1, T, 72), jnp.abs(normal(2, T))],
     ),
     "pooling": (lambda v, g, p: compressor.pool_pairs(v[:, None], g[:, None], p),
-                [normal(1, T, H), normal(2, T, H), normal(3, T, 2, H)]),  # fmt: skip
+                [normal(1, T, H), normal(2, T, H), normal(3, T, 2, H)]),
     "router": (lambda x: router(x, bf16(0, 32, H), normal(2, 32), k=6, impl="reference"), [bf16(1, T, H)]),
     "experts": (lambda x, i, w: experts(x, i, w, *EXPERT, impl="reference"),
-                [bf16(1, T, H), integers(2, 4, T, 1, dtype=np.int32), normal(3, T, 1)]),  # fmt: skip
+                [bf16(1, T, H), integers(2, 4, T, 1, dtype=np.int32), normal(3, T, 1)]),
     "attention": (attend, [bf16(1, T, 4, H), jnp.arange(T), jnp.arange(T) % 30, *ANGLES]),
     "index score": (index, [bf16(1, T, 8, 64), bf16(2, T, 8)]),
     "sampling": (sample, [normal(1, T, 320) * 3]),
-}  # fmt: skip
+}
 
 
 def bits(tree):

@@ -246,4 +246,12 @@ def test_byte_tokenizers_of_other_sizes():
     assert tokenizer.raw.get_vocab_size() == 300
     assert tokenizer.decode(tokenizer.encode("déjà vu")) == "déjà vu"
     with pytest.raises(ValueError, match="vocab_size: expected >= 260 for a byte-level tokenizer, got 259"):
-        byte_tokenizer(dataclasses.replace(small, vocab_size=259, dspark_noise_token_id=258))
+        byte_tokenizer(dataclasses.replace(small, vocab_size=259, image_token_id=-1, dspark_noise_token_id=258))
+
+
+def test_a_vocabulary_that_names_no_image_ids_reserves_none():
+    raw = TINY.to_dict()
+    del raw["image_token_id"]
+    c = type(TINY).from_dict(raw)
+    assert c.image_token_id == -1 and not reserved_ids(c)
+    check_prompt(list(range(512)), c)
