@@ -127,6 +127,27 @@ def compile_for(target: str, factory: str, name: str) -> Compiled:
     return compile_all(target, factory, (name,))[name]
 
 
+def with_plugin(test):
+    """A test that makes topologies in its own process: skipped where there is no plugin, and where that lies in
+    `.venv/deviceless`, out of sight of ordinary runs, run by a pytest of its own that sees it."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        import pytest
+
+        if reason := missing():
+            pytest.skip(reason)
+        if _has(_NEEDED[0]):
+            return test(**fixtures)
+        path = os.pathsep.join([str(SIDE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+        node = f"{sys.modules[test.__module__].__file__}::{test.__name__}"
+        done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", node], cwd=ROOT, capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"})  # fmt: skip
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+    return run
+
+
 # --- the child process ----------------------------------------------------------------------------------------------
 
 

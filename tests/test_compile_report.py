@@ -1,27 +1,13 @@
 """The compile report: reading scheduled HLO, sizes of the full preset on four GPUs, and one small deviceless compile."""
 
-import importlib.util
 import json
 
 import pytest
-from deviceless import missing
+from deviceless import with_plugin
 
 from bench import compile_report, hlo_report
 
-
-
-def _plugin_here() -> bool:
-    try:
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 pytestmark = pytest.mark.deviceless
-# topologies are made in this process, so the plugin must be in this environment, not beside it in .venv/deviceless
-needs_plugin = pytest.mark.skipif(
-    missing() is not None or not _plugin_here(), reason=missing() or "jax-cuda13-plugin is not in this environment"
-)
 
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -73,7 +59,7 @@ def test_reads_a_schedule():
     assert hlo_report.overlapped(HLO) == {"asynchronous": 1, "exposed": 2}
 
 
-@needs_plugin
+@with_plugin
 def test_sizes_of_the_release_on_four_gpus():
     """Per GPU: experts about 74 GB, engram tables 50.7 GB, the rest replicated (spec/serving.md, "Engram")."""
     from dsv41_jax.cache import CacheGeometry
@@ -95,7 +81,7 @@ def test_sizes_of_the_release_on_four_gpus():
     assert pools["global_kv"] == pages * 288 * (3 * 64 + 128) and pools["index"] == pages * 68 * (3 * 64 + 128)
 
 
-@needs_plugin
+@with_plugin
 def test_defects_are_named():
     fine = {"memory_bytes": {"aliased": 10, "peak": 5, "card": 6}, "pools_bytes": {"total": 10}, "pool_copies": []}
     assert compile_report.defects(fine) == []
@@ -107,16 +93,17 @@ def test_defects_are_named():
         compile_report.main(["--preset", "tiny", "--ranks", "3"])
 
 
-@needs_plugin
 @pytest.mark.slow
+@with_plugin
 def test_compiles_a_cut_step_for_four_gpus(tmp_path):
     out = tmp_path / "report.json"
     compile_report.main(["--preset", "tiny", "--layers", "3", "--gamma", "1", "--batch", "2", "--context", "128",
                          "--out", str(out)])  # fmt: skip
     r = json.loads(out.read_text())
-    kinds = {row["kind"] for row in r["collectives"]}
-    assert kinds == {"all-gather", "all-to-all"}
-    moe = sum(row["count"] for row in r["collectives"])
-    # each of 3 layers and 3 draft stages gathers and sends back; so does each engram layer (1 here)
-    assert moe == 2 * (3 + 3) + 2 * 1
+    counts = dict.fromkeys(("all-gather", "all-to-all"), 0)
+    for row in r["collectives"]:
+        counts[row["kind"]] += row["count"]
+    # each of 3 layers and 3 draft stages gathers and sends back; so does the engram layer, whose gather of row numbers XLA
+    # may put into one with that of the layer before
+    assert counts["all-to-all"] == 3 + 3 + 1 and counts["all-gather"] in (3 + 3, 3 + 3 + 1) and len(counts) == 2
     assert r["pool_copies"] == [] and r["memory_bytes"]["aliased"] >= r["pools_bytes"]["total"]
