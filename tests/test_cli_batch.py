@@ -27,6 +27,14 @@ def expected():
     return results
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell starts a background job with SIGINT ignored, and python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def run(capsys, tmp_path, monkeypatch):
     """run(*more arguments) -> (exit code, stderr) of the command over the usual prompts and OUT = tmp_path/out.jsonl."""
