@@ -17,6 +17,18 @@ if os.environ.get("DSV41_TEST_GPU") != "1":
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config):
+    """The whole suite runs in two processes, a file's tests, which share compiled steps, in one of them. Compiling is
+    almost all of it and keeps one core busy. Chosen files, GPU tests and debuggers stay in this process."""
+    if hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
+        return  # one of the two: it must start none of its own
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    option = config.option
+    if whole and os.environ.get("DSV41_TEST_GPU") != "1" and getattr(option, "numprocesses", 0) is None and not option.usepdb:
+        option.numprocesses, option.dist = min(2, os.cpu_count() or 1), "loadfile"
+
+
 def _no_gpu() -> str | None:
     """Why GPU tests cannot run here, or None."""
     if os.environ.get("DSV41_TEST_GPU") != "1":
