@@ -135,7 +135,7 @@ def from_file(path, folder, tokenizer: Tokenizer | None) -> list[Prompt]:
     """Prompts of a JSONL file: lines of `dsv41 generate`, "task" and "answer" optional. Raises ValueError, OSError."""
     out = []
     for label, line in prompt_lines(path):
-        ids, raw, found = prompt_ids(label, line, folder, tokenizer), parse_json(line), None
+        ids, raw, found = prompt_ids(label, line, folder, tokenizer, ("task", "answer")), parse_json(line), None
         for key in ("task", "answer"):
             if not isinstance(raw.get(key, ""), str):
                 raise ValueError(f"{label}: {key} expected a string, got {raw[key]!r}")

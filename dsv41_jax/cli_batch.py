@@ -68,7 +68,7 @@ def _serve(args, params, config, tokenizer, prompts, todo, sampling, gamma, sett
     broken: list[OSError] = []
     with (
         open(args.out, "a", encoding="utf-8") as out,
-        shutdown_on_signals(engine) as stop,
+        shutdown_on_signals(engine, told=_tell) as stop,
         _Progress(args, engine, todo) as bar,
     ):
 
@@ -99,6 +99,11 @@ def _serve(args, params, config, tokenizer, prompts, todo, sampling, gamma, sett
         raise broken[0]
     print(bar.summary(), file=sys.stderr)
     return stop.received or 0
+
+
+def _tell(number: int) -> None:
+    """A step, and a compilation above all, can take a while to end."""
+    print("dsv41: stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
 
 # the file -------------------------------------------------------------------------------------------------------------

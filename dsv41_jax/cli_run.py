@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Collection
 
 import numpy as np
 
@@ -118,14 +119,17 @@ def prompt_lines(path) -> list[tuple[str, str]]:
     return out
 
 
-def prompt_ids(label: str, line: str, folder, tokenizer: Tokenizer | None) -> list[int]:
-    """The ids of one line of such a file. Raises ValueError (label, expected, got)."""
+def prompt_ids(label: str, line: str, folder, tokenizer: Tokenizer | None, more: Collection[str] = ()) -> list[int]:
+    """The ids of one line of such a file; more: keys that may stand beside the prompt. Raises ValueError (label, expected,
+    got)."""
     try:
         raw = parse_json(line)
     except ValueError as e:
         raise ValueError(f"{label}: not JSON ({e})") from None
     if not isinstance(raw, dict) or len(raw.keys() & {"prompt", "prompt_ids"}) != 1:
         raise ValueError(f'{label}: expected an object with "prompt" or "prompt_ids", got {line.strip()[:60]}')
+    if unknown := sorted(raw.keys() - {"prompt", "prompt_ids", *more}):  # a setting here would be taken for one that counts
+        raise ValueError(f"{label}: expected no other keys than the prompt, got {', '.join(unknown)}")
     if "prompt" in raw:
         if not isinstance(raw["prompt"], str):
             raise ValueError(f"{label}: prompt expected a string, got {raw['prompt']!r}")

@@ -51,6 +51,15 @@ class SamplingParams:
                 value = getattr(self, name)
                 if isinstance(value, bool) or not isinstance(value, kind):
                     raise ValueError(f"sampling: {name} expected {rule}, got {value!r}")
+        whole = lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool)
+        if not isinstance(self.stop_ids, tuple | list) or not all(map(whole, self.stop_ids)):
+            raise ValueError(f"sampling: stop_ids expected a tuple of integers, got {self.stop_ids!r}")
+        pair = lambda x: isinstance(x, tuple | list) and len(x) == 2 and whole(x[0]) and isinstance(x[1], numbers.Real)
+        if not isinstance(self.logit_bias, tuple | list) or not all(map(pair, self.logit_bias)):
+            raise ValueError(f"sampling: logit_bias expected a tuple of (id, value), got {self.logit_bias!r}")
+        for name in ("ignore_eos", "forced"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"sampling: {name} expected True or False, got {getattr(self, name)!r}")
         checks = (
             ("temperature", 0 <= self.temperature <= _F32_MAX, "a finite float32 >= 0"),
             ("top_k", 0 <= self.top_k < 2**31, "in [0, 2^31)"),

@@ -140,7 +140,8 @@ def test_a_second_signal_ends_it_at_once(run, expected, tmp_path, monkeypatch):
         patch.setattr(engine.Request, "close", close)
         patch.setattr(engine.Engine, "shutdown", lambda self, drain, wait: None)
         code, err = run()
-    assert code == 130 and err == "dsv41: interrupted\n"
+    assert code == 130
+    assert err == "dsv41: stopping after this step; once more to stop at once\ndsv41: interrupted\n"
     assert run()[0] == 0
     check_complete(tmp_path, expected)
 

@@ -48,6 +48,7 @@ def test_prompt_files_are_utf8_lines_of_json(run, short, scripted, tmp_path):
     assert calls[0][0] == [Tokenizer.from_folder(short).encode("a\u2028b\u0085c"), [5]]
     for text, message in ((b'{"prompt": "\xff"}', "in.jsonl: expected UTF-8, got byte 0xff at offset 12"),
                           (b"[" * 100_000, "in.jsonl:1: not JSON (nested too deeply)"),
+                          (b'{"prompt": "a", "temperature": 0.3}', "expected no other keys than the prompt, got temperature"),
                           (b'{"prompt": "\\ud800"}', "in.jsonl:1: prompt: not encodable")):  # fmt: skip
         path.write_bytes(text)
         assert_refused(run("generate", "--checkpoint", short, "--prompts", path), message)

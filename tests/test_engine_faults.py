@@ -52,6 +52,8 @@ BAD = {
     "no tokens wanted": ([5], {"max_new_tokens": 0}, "an integer >= 1, got 0"),
     "no sampling": ([5], {"sampling": {"temperature": 1}}, "a SamplingParams, got dict"),
     "stop id outside the vocabulary": ([5], {"sampling": SamplingParams(stop_ids=(600,))}, "stop_ids expected ids 0..511"),
+    "one stop string": ([5], {"stop_strings": "Paris"}, "stop_strings expected a list of strings"),
+    "no stop strings at all": ([5], {"stop_strings": None}, "stop_strings expected a list of strings"),
     "too many stop ids": ([5], {"sampling": SamplingParams(stop_ids=(6, 7, 8, 9))}, "at most 4 end ids, eos included, got 5"),
     "too many biases": ([5], {"sampling": SamplingParams(logit_bias=((5, 1.0),))}, "logit_bias expected at most 0"),
     "empty stop string": ([5], {"stop_strings": [""]}, "strings that are not empty"),

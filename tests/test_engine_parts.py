@@ -210,3 +210,10 @@ def test_prometheus_text():
     for line in (x for x in lines if not x.startswith("#")):
         name = re.fullmatch(r"([a-z0-9_]+)(\{[a-z]+=\"[^\"]+\"\})? [-+0-9.e]+", line)[1]
         assert name in series or re.sub(r"_(bucket|sum|count)$", "", name) in series, line
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_requests", 1.5), ("pages", "25"), ("chunk", None), ("end_ids", True),
+                                              ("prefill_buckets", (1.5,))])  # fmt: skip
+def test_sizes_are_integers(field, value):
+    with pytest.raises(ValueError, match=f"engine: {field} expected"):
+        Limits(**{field: value}).resolved(TINY, 5)

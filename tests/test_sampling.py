@@ -93,7 +93,8 @@ def test_categorical_follows_its_weights():
     ("field", "value"),
     [("temperature", -1.0), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 2.0),
      ("temperature", 1e39), ("temperature", "hot"), ("top_k", 1.5), ("top_k", 2**31), ("min_p", True),
-     ("seed", -1), ("min_tokens", -1), ("logit_bias", ((3, float("nan")),))],
+     ("seed", -1), ("min_tokens", -1), ("logit_bias", ((3, float("nan")),)), ("logit_bias", (5,)), ("logit_bias", {5: 1.0}),
+     ("stop_ids", 5), ("stop_ids", ("a",)), ("stop_ids", (5.0,)), ("ignore_eos", "no")],
 )  # fmt: skip
 def test_bad_parameters_name_the_field(field, value):
     with pytest.raises(ValueError, match=f"sampling: {field} expected"):

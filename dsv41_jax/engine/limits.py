@@ -1,11 +1,15 @@
 """What an engine may hold and how it divides its steps."""
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 
 from dsv41_jax.cache import CacheGeometry
 from dsv41_jax.config import ModelConfig
 from pallas_kernels.codecs import cdiv
+
+
+_OPTIONAL = ("max_context", "pages", "token_budget")  # None = the default
 
 
 def _powers(most: int) -> tuple[int, ...]:
@@ -46,6 +50,11 @@ class Limits:
 
     def resolved(self, c: ModelConfig, gamma: int) -> "Limits":
         """Every None replaced, every value checked."""
+        for name in ("max_requests", "max_context", "pages", "page_tokens", "chunk", "token_budget", "prefix_bytes", "end_ids",
+                     "biases"):  # fmt: skip
+            value = getattr(self, name)
+            whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            _expect(whole or value is None and name in _OPTIONAL, name, "an integer", repr(value))
         for name, low in (
             ("max_requests", 1),
             ("page_tokens", 2),
@@ -94,6 +103,7 @@ def smallest(buckets: Sequence[int], need: int) -> int:
 
 def _buckets(name: str, given, default, largest: int | None) -> tuple[int, ...]:
     buckets = tuple(sorted(set(default if given is None else given)))
+    _expect(all(isinstance(b, numbers.Integral) for b in buckets), name, "integers", list(buckets))
     _expect(buckets and buckets[0] >= 1, name, "sizes >= 1", list(buckets))
     _expect(largest is None or buckets[-1] == largest, name, f"the largest to be {largest}", list(buckets))
     return buckets

@@ -4,6 +4,7 @@ The engine alone moves a request on. Others read it, iterate over its tokens, an
 """
 
 import enum
+import numbers
 import operator
 import reprlib
 import time
@@ -42,7 +43,7 @@ class Request:
     def __init__(self, engine, number: int, prompt: Sequence[int], sampling: SamplingParams, max_new_tokens: int,
                  stop_strings: Sequence[str] = (), on_token: Callable | None = None, on_finish: Callable | None = None):  # fmt: skip
         self.id, self.prompt, self.sampling = number, prompt, sampling
-        self.max_new_tokens, self.stop_strings = max_new_tokens, tuple(stop_strings)
+        self.max_new_tokens, self.stop_strings = max_new_tokens, stop_strings
         self.on_token, self.on_finish = on_token, on_finish
         self.status = Status.NEW
         self.token_ids: list[int] = []
@@ -99,13 +100,17 @@ class Request:
         _expect(length < max_context, "prompt", f"fewer tokens than the context of {max_context}", length)
         _expect(isinstance(self.sampling, SamplingParams), "sampling", "a SamplingParams", type(self.sampling).__name__)
         n = self.max_new_tokens
-        _expect(isinstance(n, int) and not isinstance(n, bool) and n >= 1, "max_new_tokens", "an integer >= 1", n)
+        _expect(isinstance(n, numbers.Integral) and not isinstance(n, bool) and n >= 1, "max_new_tokens", "an integer >= 1", n)
+        self.max_new_tokens = int(n)
         self._ends = stop_ids(self.sampling, c)
         _expect(len(self._ends) <= end_ids, "stop_ids", f"at most {end_ids} end ids, eos included", len(self._ends))
         _expect(len(self.sampling.logit_bias) <= biases, "logit_bias", f"at most {biases}", len(self.sampling.logit_bias))
         for name, ids in (("stop_ids", self.sampling.stop_ids), ("logit_bias", [t for t, _ in self.sampling.logit_bias])):
             bad = [t for t in ids if not 0 <= t < c.vocab_size]
             _expect(not bad, name, f"ids 0..{c.vocab_size - 1}", bad)
+        strings = self.stop_strings  # a lone string would be taken for its characters
+        _expect(isinstance(strings, Sequence) and not isinstance(strings, str), "stop_strings", "a list of strings", strings)
+        self.stop_strings = tuple(strings)
         if self.stop_strings:
             _expect(all(isinstance(s, str) and s for s in self.stop_strings), "stop_strings", "strings that are not empty",
                     list(self.stop_strings))  # fmt: skip
