@@ -224,9 +224,10 @@ def summary(results: Results, folder: str, charts: list[str]) -> str:
     out = ""
     whole = sorted((r for r in results.steps if not r.axes), key=lambda r: r.source.utc)
     if whole:
-        rows = [[f"{what_ran(r)}, B {r.protocol['batch']}, context {r.protocol['context']}", r.result["step_ms"],
+        latest = {f"{what_ran(r)}, B {r.protocol['batch']}, context {r.protocol['context']}": r for r in whole}
+        rows = [[what, r.result["step_ms"],
                  spread(min(r.result["rounds_step_ms"]), max(r.result["rounds_step_ms"])), r.result["floor_ms"],
-                 r.result["ratio"], where(r.source)] for r in whole]  # fmt: skip
+                 r.result["ratio"], where(r.source)] for what, r in latest.items()]  # fmt: skip
         out += table(["whole step", "ms", "rounds", "floor ms", "ratio", "run"], rows) + "\n"
     latest = newest(results.operators)
     plain = {(r.operator, r.spec): r.median for r in latest if r.implementation == "reference"}
