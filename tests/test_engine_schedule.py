@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from dsv41_jax.generate import stop_ids
+
 GAMMA = harness.CONFIG.dspark_block_size
 PAGE = harness.PAGE
 
@@ -104,7 +106,7 @@ class ScriptedDevice:
 
 def expected(case) -> tuple[list[int], str]:
     prompt, sampling, most = case
-    ends = harness.stop_ids(sampling, harness.CONFIG)
+    ends = stop_ids(sampling, harness.CONFIG)
     out = []
     while True:
         out.append(following(prompt + out))
