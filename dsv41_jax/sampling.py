@@ -104,8 +104,7 @@ class SamplingBatch:
     bias f32[B, N].
 
     draws: static; False if no row is stochastic. A step is compiled once for each value: a greedy batch then carries no
-    sampling code at all, where a branch on the device would make the dispatching host wait for the condition (measured
-    on an H200: 8.6 ms of a step).
+    sampling code at all, where a branch on the device would make the dispatching host wait for the condition.
     """
 
     temperature: jax.Array

@@ -23,13 +23,6 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
-def capability(arch: str | None) -> int:
-    """"sm_90", "sm_103", ... (None: the default device) -> 90, 103, ..."""
-    from pallas_kernels.registry import current_arch
-
-    return int((arch or current_arch()).removeprefix("sm_").rstrip("a"))
-
-
 @functools.cache
 def _compiled(kernel, pointers, constants, warps, compute_capability, maxnreg):
     import triton
