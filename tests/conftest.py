@@ -1,5 +1,6 @@
 """Tests run on the CPU unless DSV41_TEST_GPU=1; tests marked `gpu` are skipped, with a reason, where there is none."""
 
+import gc
 import os
 
 if os.environ.get("DSV41_TEST_GPU") != "1":
@@ -27,6 +28,15 @@ def pytest_cmdline_main(config):
     option = config.option
     if whole and os.environ.get("DSV41_TEST_GPU") != "1" and getattr(option, "numprocesses", 0) is None and not option.usepdb:
         option.numprocesses, option.dist = min(2, os.cpu_count() or 1), "loadfile"
+        option.maxworkerrestart = "0"  # a process that dies ends the run: with a new one in its place xdist waited for ever
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file():
+    """A process that keeps every program it compiled runs out of memory mappings (vm.max_map_count) and crashes in LLVM."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def _no_gpu() -> str | None:
