@@ -111,10 +111,12 @@ def test_a_callback_may_submit_and_cancel_but_not_step(served, expected):
     parent = served.submit(prompt(8, 5), GREEDY, max_new_tokens=20, on_token=follow_up)
     stepping = served.submit(prompt(8, 6), GREEDY, max_new_tokens=5, on_token=lambda r, new: served.step())
     loading = served.submit(prompt(8, 6), GREEDY, max_new_tokens=5, on_token=lambda r, new: served.reload(harness.params()))
+    closing = served.submit(prompt(8, 6), GREEDY, max_new_tokens=5, on_token=lambda r, new: served.shutdown())
     counting = served.submit(prompt(8, 6), GREEDY, max_new_tokens=2, on_token=lambda r, new: children.append(served.metrics))
     served.run()
     assert counting.error is None and children[-1].output_tokens > 0
     assert "reload() expected outside of callbacks" in str(loading.error)
+    assert "shutdown(wait=True) expected outside of callbacks" in str(closing.error)
     assert parent.finish_reason == "cancelled" and 1 <= len(parent.token_ids) < 20
     assert "step() expected outside of callbacks" in str(stepping.error)
     assert harness.outcome(children[0]) == expected[0]

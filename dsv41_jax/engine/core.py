@@ -76,7 +76,8 @@ class Engine:
         """Queue a request. What is wrong with it becomes its error: it is returned finished, with reason "error".
 
         on_token(request, new ids) and on_finish(request) are called by the thread that steps the engine (by this one for a
-        request that is refused); an exception in one becomes the request's error and reaches nobody else."""
+        request that is refused); an exception in one becomes the request's error and reaches nobody else; one of on_finish leaves the finish reason as
+        it was."""
         request = Request(self, next(self._numbers), prompt_ids, sampling, max_new_tokens, stop_strings, on_token, on_finish)
         self._loop.counts.submitted += 1
         try:
@@ -100,7 +101,7 @@ class Engine:
 
         An exception from the device ends every unfinished request with it, shuts the engine down, and is raised."""
         with self._lock:
-            self._refuse_in_callback("step")
+            self._refuse_in_callback("step()")
             self._stepper, began, counts = threading.get_ident(), time.perf_counter(), self._loop.counts
             try:
                 self._answer_calls()
@@ -142,7 +143,10 @@ class Engine:
 
     def shutdown(self, drain: bool = True, wait: bool = True) -> None:
         """Take no more requests; drain: finish those that are here, else cancel them. wait=False only says so, which is
-        safe in a signal handler and a callback: whoever runs the engine carries it out at its next step."""
+        safe in a signal handler and a callback: whoever runs the engine carries it out at its next step.
+        Raises RuntimeError, with nothing changed, for wait=True in a callback."""
+        if wait:
+            self._refuse_in_callback("shutdown(wait=True)")
         self._closing = "drain" if drain and self._closing != "cancel" else "cancel"
         while wait and self._busy():
             if self._elsewhere():
@@ -161,7 +165,7 @@ class Engine:
         recompute: run prompts and tokens again through the new weights, so that the rest of each output is theirs alone;
         else caches of the old weights stay in use until their requests end. Cached prefixes are dropped.
         Raises ValueError, with nothing changed, for parameters of another shape; RuntimeError in a callback."""
-        self._refuse_in_callback("reload")
+        self._refuse_in_callback("reload()")
         self._call(lambda: self._loop.reload(params, recompute))
 
     def drop_prefixes(self) -> None:
@@ -200,7 +204,7 @@ class Engine:
 
     def _refuse_in_callback(self, what: str) -> None:
         if self._stepper == threading.get_ident():
-            raise RuntimeError(f"engine: {what}() expected outside of callbacks, called from one")
+            raise RuntimeError(f"engine: {what} expected outside of callbacks, called from one")
 
     def _busy(self) -> bool:
         return bool(self._inbox or self._calls or self._loop.busy)
