@@ -6,7 +6,17 @@ import pytest
 from pallas_kernels.hyper_coefficients import explain, hyper_coefficients, one_kernel, reference
 from pallas_kernels.hyper_coefficients.specs import SPECS
 from tests import deviceless
-from tests.test_sinkhorn import numpy_sinkhorn
+
+
+def numpy_sinkhorn(logits, iterations, eps):
+    x = np.asarray(logits, np.float64)
+    x = np.exp(x - x.max(-1, keepdims=True))
+    x = x / x.sum(-1, keepdims=True) + eps
+    x /= x.sum(-2, keepdims=True) + eps
+    for _ in range(iterations - 1):
+        x /= x.sum(-1, keepdims=True) + eps
+        x /= x.sum(-2, keepdims=True) + eps
+    return x
 
 
 def check(got, inputs, spec):
@@ -16,6 +26,7 @@ def check(got, inputs, spec):
     a = y * scale[np.minimum(np.arange(n) // m, 2)] + base
     sigmoid = 1 / (1 + np.exp(-a))
     comb = numpy_sinkhorn(a[:, 2 * m :].reshape(-1, m, m), spec.iterations, spec.eps)
+    np.testing.assert_allclose(np.asarray(got[2]).sum(-2), 1, atol=1e-5)
     for ours, want in zip(got, (sigmoid[:, :m] + spec.eps, 2 * sigmoid[:, m : 2 * m], comb), strict=True):
         np.testing.assert_allclose(np.asarray(ours), want, rtol=3e-5, atol=1e-6)
 
@@ -50,6 +61,7 @@ def test_compiles_to_one_kernel_without_spills(target):
     factory = "pallas_kernels.hyper_coefficients.specs:deviceless_case"
     kernel = deviceless.compile_for(target, factory, "verify").matching("hyper_coefficients")
     assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers < 200
+    assert "griddepcontrol.wait" in kernel.ptx
 
 
 @pytest.mark.gpu

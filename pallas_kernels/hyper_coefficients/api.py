@@ -52,7 +52,8 @@ def hyper_coefficients(
 ):
     """Coefficients of one site; y = r * (sum of the n parts, the last first), a = y * scale + base.
 
-    pre = sigmoid(a) + eps; post = 2 sigmoid(a); comb[j, k] (from stream j to k) = `sinkhorn` of a.
+    pre = sigmoid(a) + eps; post = 2 sigmoid(a); comb[j, k] (from stream j to k): the row softmax of a plus
+    eps, a column normalisation, then iterations - 1 times rows and columns; a normalisation divides by the sum plus eps.
     Returns (pre f32[T, M], post f32[T, M], comb f32[T, M, M]). Source: spec/model.md section 3.
     Raises ValueError for shapes that do not fit."""
     static = Static(streams, iterations, eps)

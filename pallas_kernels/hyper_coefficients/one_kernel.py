@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..sinkhorn.one_kernel import ARCHES, ROWS, normalise
+ARCHES = ("sm_90", "sm_100", "sm_103")
+ROWS = 32  # of one program: one warp
 
 
 def refuses(products, r, scale, base, *, static):
@@ -20,6 +21,30 @@ def refuses(products, r, scale, base, *, static):
     if products.shape[0] % ROWS:
         return f"{products.shape[0]} rows, the kernel wants a multiple of {ROWS}"
     return None
+
+
+def sinkhorn(x, iterations: int, eps: float):
+    """Rows of entries, each f32[ROWS] (that entry of every matrix of a program) -> the same, doubly normalised."""
+    m = len(x)
+
+    def total(values):
+        return functools.reduce(jnp.add, values)
+
+    def over_rows(x):
+        inverse = [1.0 / (total(row) + eps) for row in x]
+        return [[v * inverse[i] for v in row] for i, row in enumerate(x)]
+
+    def over_columns(x):
+        inverse = [1.0 / (total([row[j] for row in x]) + eps) for j in range(m)]
+        return [[v * inverse[j] for j, v in enumerate(row)] for row in x]
+
+    first = []
+    for row in x:
+        top = functools.reduce(jnp.maximum, row)
+        weight = [jnp.exp(v - top) for v in row]
+        inverse = 1.0 / total(weight)
+        first.append([w * inverse + eps for w in weight])
+    return jax.lax.fori_loop(0, iterations - 1, lambda _, x: over_columns(over_rows(x)), over_columns(first))
 
 
 def _body(p_ref, r_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref, *, parts: int, static):
@@ -37,7 +62,7 @@ def _body(p_ref, r_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref, *, par
     for j in range(m):
         pre_ref[:, j] = sigmoid(a(j)) + static.eps
         post_ref[:, j] = 2.0 * sigmoid(a(m + j))
-    comb = normalise([[a(2 * m + j * m + k) for k in range(m)] for j in range(m)], static.iterations, static.eps)
+    comb = sinkhorn([[a(2 * m + j * m + k) for k in range(m)] for j in range(m)], static.iterations, static.eps)
     for j, row in enumerate(comb):
         for k, v in enumerate(row):
             comb_ref[:, j * m + k] = v

@@ -11,7 +11,7 @@ from .api import Static
 
 @dataclasses.dataclass(frozen=True)
 class HyperCoefficientsSpec:
-    """`rows` rows of `parts` partial products for `streams` streams; iterations and eps as released."""
+    """`rows` rows of `parts` partial products of a deviation for `streams` streams; iterations and eps as released."""
 
     name: str
     rows: int
@@ -19,6 +19,7 @@ class HyperCoefficientsSpec:
     streams: int = 4
     iterations: int = 20
     eps: float = 1e-6
+    deviation: float = 4.0
 
     @property
     def static(self) -> Static:
@@ -41,7 +42,7 @@ class HyperCoefficientsSpec:
     def make_inputs(self, seed: int):
         """(products f32[T, parts * N], r f32[T], scale f32[3], base f32[N])"""
         rng, n = np.random.default_rng(seed), self.static.width
-        products = rng.standard_normal((self.rows, self.parts, n)) * 4.0 * 2.0 ** (-8.0 * np.arange(self.parts)[:, None])
+        products = rng.standard_normal((self.rows, self.parts, n)) * self.deviation * 2.0 ** (-8.0 * np.arange(self.parts)[:, None])
         made = (products.reshape(self.rows, -1), rng.uniform(0.1, 0.6, self.rows), rng.uniform(0.5, 1.5, 3),
                 rng.standard_normal(n))  # fmt: skip
         return tuple(jnp.asarray(x, jnp.float32) for x in made)
@@ -50,6 +51,7 @@ class HyperCoefficientsSpec:
 SPECS = (
     HyperCoefficientsSpec("tiny", 32, streams=2),
     HyperCoefficientsSpec("one_part", 32, parts=1, iterations=1),
+    HyperCoefficientsSpec("steep", 32, deviation=80.0),
     HyperCoefficientsSpec("verify", 384),
     HyperCoefficientsSpec("draft", 320),
 )
