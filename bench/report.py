@@ -217,22 +217,28 @@ def report(results: Results, charts: list[str]) -> str:
 
 def summary(results: Results, folder: str, charts: list[str]) -> str:
     """What the repository's README shows. folder: where the results are, seen from there."""
-    def where(s: Source) -> str:
-        versions = ", ".join(f"{k} {s.versions[k]}" for k in ("jax", "triton") if k in s.versions)
-        return f"[{s.device}, {versions}, {s.commit}, {s.date}]({folder}/{s.file})"
+    def machine(s: Source) -> str:
+        return ", ".join([s.device, *(f"{k} {s.versions[k]}" for k in ("jax", "triton") if k in s.versions)])
 
-    out = ""
     whole = sorted((r for r in results.steps if not r.axes), key=lambda r: r.source.utc)
+    latest_operators = newest(results.operators)
+    shown = [*(r.source for r in whole), *(r.source for r in latest_operators if r.shown), *(s for s, _ in results.of("agreement"))]
+    machines = sorted(set(map(machine, shown)))
+    same = len(machines) == 1  # said once, not in every row
+
+    def where(s: Source) -> str:
+        return f"[{s.commit}, {s.date}{'' if same else ', ' + machine(s)}]({folder}/{s.file})"
+
+    out = f"Every run: {machines[0]}; commit and date in the last column.\n\n" if same else ""
     if whole:
         latest = {f"{what_ran(r)}, B {r.protocol['batch']}, context {r.protocol['context']}": r for r in whole}
         rows = [[what, r.result["step_ms"],
                  spread(min(r.result["rounds_step_ms"]), max(r.result["rounds_step_ms"])), r.result["floor_ms"],
                  r.result["ratio"], where(r.source)] for what, r in latest.items()]  # fmt: skip
         out += table(["whole step", "ms", "rounds", "floor ms", "ratio", "run"], rows) + "\n"
-    latest = newest(results.operators)
-    plain = {(r.operator, r.spec): r.median for r in latest if r.implementation == "reference"}
+    plain = {(r.operator, r.spec): r.median for r in latest_operators if r.implementation == "reference"}
     rows = [[f"{r.operator}, {r.spec}", r.implementation, r.median, r.floor, r.ratio, r.goal, plain.get((r.operator, r.spec)),
-             where(r.source)] for r in latest if r.shown]  # fmt: skip
+             where(r.source)] for r in latest_operators if r.shown]  # fmt: skip
     if rows:
         out += table(["operator, spec", "kernel", "us", "floor us", "ratio", "goal us", "plain XLA us", "run"], rows) + "\n"
     for source, d in results.of("agreement"):
