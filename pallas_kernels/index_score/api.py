@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
-from pallas_kernels.index_score import hopper, reference
+from pallas_kernels.index_score import blackwell, hopper, reference
 
 OP = "index_score"
 OP_BLOCKS = "index_score_blocks"
@@ -49,10 +49,12 @@ def _validate(op, q, head_weights, index_pool, table):
 
 IMPLEMENTATIONS = (  # of the dense operator, fastest first
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
+    registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses),
     registry.Implementation("reference", reference.index_score),
 )
 BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
     registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
+    registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks),
     registry.Implementation("reference", reference.index_score_blocks),
 )
 

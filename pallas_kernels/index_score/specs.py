@@ -125,18 +125,25 @@ BENCH_BLOCK_SPECS = BLOCK_SPECS = (M384_BLOCKS,)
 
 
 def deviceless_case(name: str):
-    """(function, arguments) of one spec's Hopper kernel for a compile without a GPU (tests/deviceless.py)."""
+    """(function, arguments) for a compile without a GPU (tests/deviceless.py): "m384_16k" for the Hopper kernel,
+    "m384_16k:blackwell" for the Triton one, for the target in DEVICELESS_CAPABILITY."""
+    import os
+
     import jax
 
-    from pallas_kernels.index_score import hopper
+    from pallas_kernels.index_score import blackwell, hopper
 
+    name, _, kind = name.partition(":")
     spec = next(s for s in (*GPU_SPECS, *GPU_BLOCK_SPECS, *BENCH_SPECS, *BENCH_BLOCK_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=2 * spec.page_entries).make_inputs(0)
+    module, extra = hopper, {}
+    if kind == "blackwell":
+        module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
 
     def function(*arrays):
-        inner = dict(zip(inputs, arrays, strict=True))
+        inner = dict(zip(inputs, arrays, strict=True)) | extra
         if spec.blocks:
-            return hopper.index_score_blocks(**inner, block_size=spec.block_size)
-        return hopper.index_score(**inner)
+            return module.index_score_blocks(**inner, block_size=spec.block_size)
+        return module.index_score(**inner)
 
     return function, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs.values())
