@@ -1,11 +1,10 @@
-"""The expert exchanges on the GPUs of one host: bytes, time and share of the link, and the sharded step against one GPU.
+"""The expert exchanges on the GPUs of one host: bytes, time and share of the link.
 
     python -m bench.exchange --ranks 2 --rows 384 --out bench/results/exchange_h200x2.json
 
 Each exchange runs with a stand-in for the experts that costs one elementwise pass, timed alone beside it, so `exposed_us` is
 what the exchange adds to a layer when nothing hides it. Before anything is timed the exchanges are compared with
-`BlockedExchange`, bit for bit, on random rows and on rows that all go to one rank; with --check the MTP step of a cut
-network over all ranks is compared with the same step on one GPU for three steps (precision float32_cache).
+`BlockedExchange`, bit for bit, on random rows and on rows that all go to one rank. `bench.ranks_check` compares whole steps.
 """
 
 import argparse
@@ -28,7 +27,6 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--top", type=int, default=6, help="experts of a row")
     p.add_argument("--repeats", type=int, default=10, help="samples; each runs 24 x 8 exchanges")
     p.add_argument("--exchanges", default="gather,reduce_scatter,all_to_all", help="of bench.compile_report's names")
-    p.add_argument("--check", action="store_true", help="also compare whole steps with one GPU")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)
@@ -229,66 +227,6 @@ def measure(args, mesh, names) -> dict:
     return {"stand_in_alone": alone, "link_gbps": round(ceiling, 1), "exchanges": rows, "parts": parts(args, mesh, data)}
 
 
-def check_steps(args, mesh, names) -> dict:
-    """Three MTP steps of a cut `tiny` network over the mesh against one GPU: tokens and accepted counts must be equal.
-
-    The state is random and the same on both; every rank has two requests, of which the last rank's second is padding."""
-    import jax
-    import numpy as np
-
-    from bench.compile_report import make_exchange
-    from bench.presets import cut_layers
-    from bench.synthetic import random_parameters, random_state
-    from dsv41_jax.cache import CacheGeometry, PageTables
-    from dsv41_jax.model import Network
-    from dsv41_jax.params import flat_paths
-    from dsv41_jax.precision import FLOAT32_CACHE
-    from dsv41_jax.presets import TINY
-    from dsv41_jax.sampling import SamplingParams, pack_sampling
-    from dsv41_jax.step import DecodeBatch, Steps
-    from sharding.exchange import BlockedExchange
-    from sharding.rules import global_parameters, state_spec
-    from sharding.step import ShardedSteps
-
-    c, r, b, context, columns = cut_layers(TINY, 6), args.ranks, 2, 40, 4
-    one, all_ = (CacheGeometry(b * n, (1 + b * columns) * n, 16, c.dspark_block_size + 1) for n in (1, r))
-    local = np.arange(1, 1 + b * columns, dtype=np.int32).reshape(b, columns)
-    rank = np.repeat(np.arange(r), b)
-    slots = np.tile(np.arange(b, dtype=np.int32), r)
-    slots[-1] = -1
-    sampling = pack_sampling([SamplingParams(temperature=1.0 * (i % 2), seed=i) for i in range(r * b)], [context] * r * b, 1)
-    batch = DecodeBatch(slots, PageTables.shared(np.tile(local, (r, 1)), c), sampling)
-    through = DecodeBatch(np.where(slots < 0, -1, slots + rank * b).astype(np.int32),
-                          PageTables.shared((np.tile(local, (r, 1)) + (rank * one.pages)[:, None]).astype(np.int32), c), sampling)  # fmt: skip
-    params = random_parameters(c, args.seed)
-    out = {}
-    start = jax.tree.map(np.asarray, random_state(c, all_, context, args.seed))
-    single = Steps(Network(c, all_, FLOAT32_CACHE, exchange=BlockedExchange(r)), params)
-    wanted, state = [], jax.tree.map(jax.numpy.asarray, start)
-    for _ in range(3):
-        state, o = single.decode(state, through)
-        wanted.append(jax.tree.map(np.asarray, o))
-    want_state = jax.tree.map(np.asarray, state)
-    placeholders = global_parameters(c, mesh)
-    pad = lambda a, n: np.concatenate([np.asarray(a), np.zeros((n - a.shape[0], *a.shape[1:]), a.dtype)])
-    leaves = [jax.device_put(pad(a, p.shape[0]), p.sharding)
-              for a, p in zip(flat_paths(params).values(), flat_paths(placeholders).values(), strict=True)]  # fmt: skip
-    spread = jax.tree.unflatten(jax.tree.structure(placeholders), leaves)
-    for name in names:
-        sharded = ShardedSteps(Network(c, one, FLOAT32_CACHE), spread, mesh, exchange=make_exchange(name, r))
-        state = jax.device_put(start, jax.sharding.NamedSharding(mesh, state_spec()))
-        equal, apart = [], 0.0
-        for want in wanted:
-            state, got = sharded.decode(state, batch)
-            equal.append(all(np.array_equal(getattr(want, f), getattr(got, f)) for f in ("tokens", "count", "accepted")))
-            apart = max(apart, float(np.abs(want.confidence - np.asarray(got.confidence)).max()))
-        same = [np.mean(np.asarray(g) == w) for w, g in zip(jax.tree.leaves(want_state), jax.tree.leaves(state), strict=True)]
-        out[name] = {"steps_with_equal_tokens": f"{sum(equal)} of {len(equal)}", "largest_confidence_difference": apart,
-                     "equal_state_values": round(float(min(same)), 6)}  # fmt: skip
-        print(f"step over {r} ranks, {name}: {out[name]}", flush=True)
-    return out
-
-
 def main(argv=None) -> None:
     args = parse(argv)
     import jax
@@ -306,11 +244,7 @@ def main(argv=None) -> None:
     save()
     result |= measure(args, mesh, names)
     save()
-    if args.check:
-        result["steps"] = check_steps(args, mesh, names)
-        save()
     unequal = [n for n, by in result["against_one_device"].items() if n != "reduce_scatter" and not set(by.values()) <= set(EQUAL)]
-    unequal += [n for n, r in result.get("steps", {}).items() if r["steps_with_equal_tokens"] != "3 of 3"]
     if unequal:
         sys.exit(f"bench.exchange: not equal to one device: {unequal}")
 

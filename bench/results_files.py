@@ -15,6 +15,7 @@ COMMANDS = {
     "options": "python -m bench.options --preset flash-rank --layers 6",
     "agreement": "python -m bench.agreement --preset flash-rank --layers 6",
     "exchange": "python -m bench.exchange --ranks R",
+    "ranks_check": "python -m bench.ranks_check --preset flash --layers 6 --ranks R",
     "engine": "python -m bench.engine --preset flash-rank --layers 6",
 }
 # operators whose kernels were first measured by hand: {start of a spec's name: operator}
