@@ -108,7 +108,7 @@ def compile_all(target: str, factory: str, names: tuple[str, ...], timeout: floa
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *side, *filter(None, [env.get("PYTHONPATH")])])
         env.update(JAX_PLATFORMS="cpu", MOSAIC_GPU_DUMP_PTX="1", TF_CPP_MIN_LOG_LEVEL="2")
         env["DEVICELESS_CAPABILITY"] = target.removeprefix("sm_").removesuffix("a")
-        env["XLA_FLAGS"] = f"--xla_dump_to={out / 'xla'} --xla_dump_emitter_re=.*"
+        env["XLA_FLAGS"] = f"--xla_dump_to={out / 'xla'} --xla_dump_emitter_re=ptx"
         command = [sys.executable, str(pathlib.Path(__file__).resolve()), target, factory, folder, *names]
         with open(out / "stdout", "w") as stdout, open(out / "stderr", "w") as stderr:
             code = subprocess.run(command, stdout=stdout, stderr=stderr, env=env, timeout=timeout).returncode
