@@ -211,20 +211,24 @@ def test_explain_names_the_choice():
     assert explain(*inputs.values(), arch="cpu", **specs.TINY.options)["chosen"] == "reference"
 
 
-# --- the Hopper kernel ----------------------------------------------------------------------------------------------
+# --- the kernels on a GPU --------------------------------------------------------------------------------------------
 
 
 def on_hopper():
     return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
-needs_hopper = pytest.mark.skipif("not on_hopper()", reason="the kernel runs on an sm_90 GPU")
+@pytest.fixture(params=["hopper", "one_pass"])
+def impl(request):
+    if request.param == "hopper" and not on_hopper():
+        pytest.skip("the kernel runs on an sm_90 GPU")
+    return request.param
 
 
-def kernel_against_reference(spec, inputs, **options):
+def kernel_against_reference(impl, spec, inputs, **options):
     inputs = jax.device_put(inputs)
     run = lambda impl: jax.jit(lambda kw: sparse_attention(**kw, **spec.options, **options, impl=impl))(inputs)
-    got, want = np.asarray(run("hopper")).astype(np.float32), np.asarray(run("reference")).astype(np.float32)
+    got, want = np.asarray(run(impl)).astype(np.float32), np.asarray(run("reference")).astype(np.float32)
     assert np.isfinite(got).all()
     error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
     worst = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
@@ -233,55 +237,50 @@ def kernel_against_reference(spec, inputs, **options):
 
 
 @pytest.mark.gpu
-@needs_hopper
 @pytest.mark.parametrize("spec", specs.GPU_SPECS, ids=lambda s: s.name)
-def test_kernel_matches_reference(spec):
+def test_kernel_matches_reference(impl, spec):
     inputs = spec.make_inputs(seed=11)
-    kernel_against_reference(spec, inputs)
+    kernel_against_reference(impl, spec, inputs)
 
 
 @pytest.mark.gpu
-@needs_hopper
 @pytest.mark.parametrize("spec", [specs.SMALL, specs.M384_SWA], ids=lambda s: s.name)
-def test_kernel_rotates_the_query(spec):
+def test_kernel_rotates_the_query(impl, spec):
     inputs = spec.make_inputs(seed=13)
-    got = kernel_against_reference(spec, inputs, rotate_query=True)
-    apart = np.abs(got - kernel_against_reference(spec, turned(inputs))).max()
+    got = kernel_against_reference(impl, spec, inputs, rotate_query=True)
+    apart = np.abs(got - kernel_against_reference(impl, spec, turned(inputs))).max()
     assert apart <= 2e-2 * np.abs(got).max()
 
 
 @pytest.mark.gpu
-@needs_hopper
 @pytest.mark.parametrize("context", [0, 1, 62, 63, 64, 126, 127, 128, 132, 133, 134, 500])
-def test_kernel_window_edges(context):
+def test_kernel_window_edges(impl, context):
     spec = dataclasses.replace(specs.SMALL, context=context, ratio=1)
-    kernel_against_reference(spec, spec.make_inputs(seed=context))
+    kernel_against_reference(impl, spec, spec.make_inputs(seed=context))
 
 
 @pytest.mark.gpu
-@needs_hopper
-def test_kernel_poison_reaches_nobody():
+def test_kernel_poison_reaches_nobody(impl):
     spec = dataclasses.replace(specs.SHORT, batch=5, sparsity=0.5)
     inputs = spec.make_inputs(seed=12)
     inputs["slots"][1], inputs["positions"][2, 2], inputs["global_slots"][0] = -1, -1, -1
     inputs["slots"][3] = spec.batch  # outside the pool
-    clean = kernel_against_reference(spec, inputs)
+    clean = kernel_against_reference(impl, spec, inputs)
     dirty = poisoned(inputs | dict(slots=np.where(inputs["slots"] >= spec.batch, -1, inputs["slots"])), spec)
     dirty["q"] = inputs["q"].copy()
     dirty["q"][1], dirty["q"][2, 2] = np.nan, np.inf
-    np.testing.assert_array_equal(kernel_against_reference(spec, dirty), clean)
+    np.testing.assert_array_equal(kernel_against_reference(impl, spec, dirty), clean)
     assert not clean[1].any() and not clean[2, 2].any() and not clean[3].any()
 
 
 @pytest.mark.gpu
-@needs_hopper
-def test_kernel_explicit_bounds():
+def test_kernel_explicit_bounds(impl):
     spec = dataclasses.replace(specs.M384_SWA, batch=3, span=5, window=133)
     for prefix in (1, 127, 128, 129, 1000):
         inputs = dataclasses.replace(spec, context=prefix).make_inputs(seed=prefix)
         start = np.full((3, 5), max(0, prefix - 128), np.int32)
         end = np.full((3, 5), prefix + 5, np.int32)
-        kernel_against_reference(spec, inputs, window_start=start, window_end=end)
+        kernel_against_reference(impl, spec, inputs, window_start=start, window_end=end)
 
 
 def test_explain_says_why_the_kernel_is_passed_over():
@@ -289,3 +288,12 @@ def test_explain_says_why_the_kernel_is_passed_over():
     answer = explain(*inputs.values(), arch="sm_90", **specs.TINY.options)
     assert answer["chosen"] == "reference" and answer["hopper"]
     assert "sm_103" in explain(*inputs.values(), arch="sm_103", **specs.TINY.options)["hopper"]
+
+
+@pytest.mark.parametrize(("arch", "chosen"), [("sm_90", "hopper"), ("sm_100", "one_pass"), ("sm_103", "one_pass")])
+def test_released_shapes_get_a_kernel(arch, chosen):
+    pytest.importorskip("triton")
+    inputs = dataclasses.replace(specs.SMALL, batch=1, context=0).make_inputs(0)
+    assert explain(*inputs.values(), arch=arch, **specs.SMALL.options)["chosen"] == chosen
+    assert "rotary pairs" in explain(*(inputs | dict(cos=inputs["cos"][..., :24])).values(), impl="auto", arch="sm_103",
+                                     **specs.SMALL.options)["one_pass"]  # fmt: skip

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
-from pallas_kernels.sparse_attention import hopper, reference
+from pallas_kernels.sparse_attention import hopper, one_pass, reference
 from pallas_kernels.sparse_attention.reference import attend
 
 OP = "sparse_attention"
@@ -45,6 +45,7 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 
 IMPLEMENTATIONS = (  # fastest first
     registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+    registry.Implementation("one_pass", one_pass.sparse_attention, one_pass.ARCHES, one_pass.refuses),
     registry.Implementation("reference", reference.sparse_attention),
 )
 

@@ -123,17 +123,20 @@ BENCH_SPECS = SPECS = (M384, M384_R2, M384_SWA)
 
 
 def deviceless_case(name: str):
-    """(function, arguments) of one spec's Hopper kernel for a compile without a GPU (tests/deviceless.py)."""
+    """(function, arguments) of "<spec>[:<implementation>]", by default the Hopper kernel, for a compile without a GPU
+    (tests/deviceless.py)."""
     import jax
 
-    from pallas_kernels.sparse_attention import hopper
+    from pallas_kernels.sparse_attention import hopper, one_pass
 
+    name, _, implementation = name.partition(":")
+    kernel = {"": hopper, "hopper": hopper, "one_pass": one_pass}[implementation]
     spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code
     names = [k for k, v in inputs.items() if v is not None]
 
     def function(*arrays):
         given = dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True))
-        return hopper.sparse_attention(**given, **spec.options, rotate_query=True)
+        return kernel.sparse_attention(**given, **spec.options, rotate_query=True)
 
     return function, tuple(jax.ShapeDtypeStruct(inputs[k].shape, inputs[k].dtype) for k in names)

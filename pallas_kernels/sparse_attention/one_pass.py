@@ -1,0 +1,231 @@
+"""Sparse attention in Pallas on Triton, for Blackwell's tensor cores: records are read and decoded once, for both products.
+
+One program owns a query row: its N heads are the rows of the products, its keys come in tiles of TILE, window first. A
+tile's bytes are gathered ahead of time (Triton pipelines the loads), decoded to bf16 in registers and stored to shared
+memory once, where it is K of one product and V of the next, under an online softmax. The S rows of a request read the
+same ring (70 KB at 512 channels) and do so out of the L2 cache. On Hopper the same code runs with wgmma: good for
+checking, `hopper` is the faster kernel there.
+
+The query is rotated into the row's place in the output and read back, because a product takes its left operand from
+shared memory only if it was loaded as it is; the epilogue passes through the same place, so that only the rotary
+channels, not the accumulators, are taken apart into pairs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.codecs import GROUP, NV_GROUP, cdiv, e8m0_to_f32
+from pallas_kernels.sparse_attention.reference import EMPTY_MAX, window_bounds
+
+ARCHES = ("sm_100", "sm_103")  # for `auto`; by name it runs on sm_90 too
+TILE = 64  # keys: 64 KiB of bf16 beside the query's 64 KiB and two tiles of bytes
+WARPS = 8
+STAGES = 3  # a tile's bytes are requested one tile ahead
+LOG2E = 1.4426950408889634
+E2M1_IN_E4M3 = 64.0  # an e2m1 code in the bits of an e4m3 one (exponent and mantissa aligned) is this much too small
+
+# e2m1 codes of a byte as e4m3 bytes: terms (shift left, mask) that are or-ed
+LOW_NIBBLE = ((2, 0x1C), (4, 0x80))
+HIGH_NIBBLE = ((-2, 0x1C), (0, 0x80))
+
+
+def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, **options):
+    """Why the kernel does not take these arguments, or None."""
+    del slots, positions, global_slots, sink, sin, options
+    heads, dim = q.shape[2:]
+    if q.dtype != jnp.bfloat16:
+        return f"q is {q.dtype}, the kernel is for bfloat16"
+    if window_pool.dtype != jnp.uint8 or (global_pool is not None and global_pool.dtype != jnp.uint8):
+        return "the pools hold values, the kernel reads packed records"
+    if (heads, dim) != (64, 512):
+        return f"{heads} heads of {dim} channels, the kernel is for 64 of 512"
+    if (pairs := cos.shape[-1]) & (pairs - 1):
+        return f"{pairs} rotary pairs, the kernel wants a power of two"
+    if any(2**31 < pool.size <= 2**32 for pool in (window_pool, global_pool) if pool is not None):
+        return "a pool of 2 to 4 GiB: Pallas counts its bytes in 32 bits, with a sign"
+    return None
+
+
+def _iota(shape, axis):
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _load(ref, rows, live, first: int, width: int):
+    """Bytes first..first+width-1 of rows i32[TILE] of u8[n, record] -> u8[TILE, width], 0 where not `live`."""
+    from jax.experimental.pallas import triton as plt
+
+    shape = rows.shape[0], width
+    at = jnp.broadcast_to(rows[:, None], shape), _iota(shape, 1) + first
+    return plt.load(ref.at[at], mask=jnp.broadcast_to(live[:, None], shape), other=0)
+
+
+def spread_assembly(terms) -> str:
+    """PTX that applies the (shift left, mask) terms to each byte of a word."""
+    lines = []
+    for i, (shift, mask) in enumerate(terms):
+        kind, by = ("shl", shift) if shift >= 0 else ("shr", -shift)
+        lines += [f"{kind}.b32 t{i}, $1, {by};", f"and.b32 t{i}, t{i}, {mask * 0x01010101:#010x};"]
+    return "{ .reg .b32 t0, t1; " + " ".join(lines) + " or.b32 $0, t0, t1; }"
+
+
+def _spread(packed, terms, compiled: bool):
+    """The (shift left, mask) terms of each byte, or-ed: four bytes at a time where Triton would take them one by one."""
+    if compiled:
+        from jax.experimental.pallas import triton as plt
+
+        out = jax.ShapeDtypeStruct(packed.shape, jnp.int8)  # the lowering knows no unsigned results here
+        return plt.elementwise_inline_asm(
+            spread_assembly(terms), args=[packed], constraints="=r,r", pack=4, result_shape_dtypes=[out]
+        )[0]
+    (a, b), (c, d) = [((packed << s if s >= 0 else packed >> -s), jnp.uint8(m)) for s, m in terms]
+    return (a & b) | (c & d)
+
+
+def _e4m3(code):
+    """bytes -> f32 of the same shape"""
+    return jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def decode_window(payload, scale):
+    """u8[TILE, D] e4m3, u8[TILE, D/32] e8m0 -> bf16[TILE, D], exact."""
+    value = _e4m3(payload.reshape(payload.shape[0], -1, GROUP)) * e8m0_to_f32(scale)[:, :, None]
+    return value.astype(jnp.bfloat16).reshape(payload.shape)
+
+
+def decode_global(payload, scale, compiled: bool = False):
+    """u8[TILE, D/2] e2m1 pairs, u8[TILE, D/16] e4m3 -> bf16[TILE, D], exact."""
+    n, half = payload.shape
+    nibbles = [_spread(payload, terms, compiled) for terms in (LOW_NIBBLE, HIGH_NIBBLE)]
+    code = jnp.stack(nibbles, -1).reshape(n, -1, NV_GROUP)
+    value = _e4m3(code) * (_e4m3(scale) * E2M1_IN_E4M3)[:, :, None]
+    return value.astype(jnp.bfloat16).reshape(n, 2 * half)
+
+
+def _rotated(x, cos, sin):
+    """bf16[N, 2r] rotated in adjacent pairs by f32[r], in fp32 and rounded."""
+    re, im = jnp.unstack(x.astype(jnp.float32).reshape(x.shape[0], -1, 2), axis=-1)
+    pairs = jnp.stack([re * cos[None, :] - im * sin[None, :], im * cos[None, :] + re * sin[None, :]], -1)
+    return pairs.reshape(x.shape).astype(jnp.bfloat16)
+
+
+def _attend(q, keys, live, scale_log2: float, carry):
+    """Online softmax over one tile, keys bf16[TILE, D]; carry: peak f32[N], denominator f32[N], sums f32[N, D]."""
+    from jax.experimental.pallas import triton as plt
+
+    peak, total, sums = carry
+    s = plt.dot(q, keys, trans_b=True) * scale_log2
+    s = jnp.where(live[None, :], s, -jnp.inf)
+    new = jnp.maximum(peak, jnp.max(s, 1))
+    p, shrink = jnp.exp2(s - new[:, None]), jnp.exp2(peak - new)
+    sums = sums * shrink[:, None] + plt.dot(p.astype(jnp.bfloat16), keys)
+    return new, total * shrink + jnp.sum(p, 1), sums
+
+
+def _body(
+    q, ring_rows, slots, positions, start, end, entry_rows, chosen, sink, cos, sin, out, *,
+    span: int, ring: int, n_slots: int, window: int, entries: int, selected: int, scale: float, rotate: bool,
+    bounded: bool, tile: int, compiled: bool,
+):  # fmt: skip
+    """q, out bf16[N, D] of one row; all else whole: records u8[n_slots * R, D + D/32] and u8[P * E, D/2 + D/16], positions
+    and bounds (read if `bounded`) i32[T], chosen i32[T, K], cos and sin f32[T, r]."""
+    from jax.experimental.pallas import triton as plt
+
+    t = pl.program_id(0)
+    heads, dim = q.shape
+    rotary = 2 * cos.shape[1]
+    tail = pl.ds(dim - rotary, rotary)
+    wait = plt.debug_barrier if compiled else lambda: None  # what other threads stored to `out` is read next
+    slot = slots[t // span]
+    valid = (positions[t] >= 0) & (slot >= 0) & (slot < n_slots)
+    last = end[t] if bounded else positions[t] + 1
+    first = jnp.maximum(last - window, jnp.maximum(start[t], 0) if bounded else 0)
+    base = jnp.where(valid, slot, 0) * ring
+    column = _iota((tile,), 0)
+    if rotate:
+        plt.store(out.at[:, :], q[:, :], mask=_iota((heads, dim), 1) < dim - rotary)
+        out[:, tail] = _rotated(q[:, tail], cos[t, :], sin[t, :])
+        wait()
+        q = out
+    query = q[:, :]
+
+    def attend(decode, payload, scales, live, carry):
+        # Always true, and gone after XLA's first passes: those move the transposition of K in front of whatever makes K,
+        # which would decode and store every tile twice, but not into a conditional.
+        keys = jax.lax.cond(jax.lax.eq(t, t), decode, lambda *_: jnp.zeros((tile, dim), jnp.bfloat16), payload, scales)
+        return _attend(query, keys, live, scale * LOG2E, carry)
+
+    def window_tile(n, carry):
+        position = first + n * tile + column
+        live = position < last
+        rows = base + jax.lax.rem(position, ring)
+        load = lambda *part: _load(ring_rows, rows, live, *part)
+        return attend(decode_window, load(0, dim), load(dim, dim // GROUP), live, carry)
+
+    def selected_tile(n, carry):
+        k = n * tile + column
+        index = plt.load(chosen.at[jnp.full((tile,), t), k], mask=k < selected, other=-1)
+        live = (index >= 0) & (index < entries)
+        load = lambda *part: _load(entry_rows, jnp.where(live, index, 0), live, *part)
+        decode = functools.partial(decode_global, compiled=compiled)
+        return attend(decode, load(0, dim // 2), load(dim // 2, dim // NV_GROUP), live, carry)
+
+    empty = jnp.full((heads,), EMPTY_MAX, jnp.float32), jnp.zeros((heads,), jnp.float32), jnp.zeros((heads, dim), jnp.float32)
+    tiles = valid.astype(jnp.int32) * (jnp.maximum(last - first + tile - 1, 0) // tile)
+    carry = jax.lax.fori_loop(0, tiles, window_tile, empty)
+    if selected:
+        carry = jax.lax.fori_loop(0, valid.astype(jnp.int32) * cdiv(selected, tile), selected_tile, carry)
+    peak, total, sums = carry
+    inverse = jnp.where(total > 0, 1 / (total + jnp.exp2(sink[:] * LOG2E - peak)), 0.0)
+    out[:, :] = (sums * inverse[:, None]).astype(jnp.bfloat16)
+    wait()
+    rotated = _rotated(out[:, tail], cos[t, :], -sin[t, :])
+    out[:, tail] = jnp.where(valid, rotated, jnp.zeros_like(rotated))  # an invalid row's angles may hold anything
+
+
+@functools.partial(
+    jax.jit, static_argnames=("window", "scale", "rotate_query", "interpret", "tile", "warps", "stages")
+)  # lowered once for all layers
+def sparse_attention(
+    q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
+    window, scale, window_start=None, window_end=None, rotate_query=False,
+    interpret=False, tile=TILE, warps=WARPS, stages=STAGES,
+):  # fmt: skip
+    """The operator (api.py has its contract) for bf16 q and packed pools; interpreted, N, D and r are any powers of two
+    that the formats allow. tile: keys a step, a power of two."""
+    from jax.experimental.pallas import triton as plt
+
+    batch, span, heads, dim = q.shape
+    rows = batch * span
+    n_slots, ring, _ = window_pool.shape
+    bounded = window_start is not None or window_end is not None
+    start, end = window_bounds(positions, window, window_start, window_end) if bounded else (positions, positions)
+    entries, selected = 0, 0
+    if global_pool is None:  # never read
+        global_pool, global_slots = window_pool, positions
+    else:
+        entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
+    by_row = lambda x: x.reshape(rows, *x.shape[2:])
+    records = lambda pool: pool.reshape(-1, pool.shape[2])
+    arrays = (
+        by_row(q), records(window_pool), slots, by_row(positions), by_row(start), by_row(end),
+        records(global_pool), global_slots.reshape(rows, -1), sink, by_row(cos), by_row(sin),
+    )  # fmt: skip
+    own = pl.BlockSpec((None, heads, dim), lambda t: (t, 0, 0))
+    whole = lambda x: pl.BlockSpec(x.shape, lambda t: (0,) * x.ndim)
+    body = functools.partial(
+        _body, span=span, ring=ring, n_slots=n_slots, window=window, entries=entries, selected=selected, scale=scale,
+        rotate=rotate_query, bounded=bounded, tile=tile, compiled=not interpret,
+    )  # fmt: skip
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((rows, heads, dim), q.dtype),
+        grid=(rows,),
+        in_specs=[own, *map(whole, arrays[1:])],
+        out_specs=own,
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        name="sparse_attention_one_pass",
+    )(*arrays).reshape(q.shape)
