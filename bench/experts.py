@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.expert_plan import expert_plan
 from pallas_kernels.experts import hopper, layout, reference, requantise, route
 from pallas_kernels.experts.specs import FULL, ExpertsSpec
 
@@ -93,7 +94,7 @@ def check(spec: ExpertsSpec, config: dict, weights=None, shuffled=None) -> dict:
 def parts(rotation, shuffled, config: dict) -> dict:
     """{part: (function, its rotating inputs)} of the operator."""
     e, n = shuffled[0].shape[0], config["n"]
-    make_plan = lambda ids, weights: route.plan(ids, weights, 0, e, n)
+    make_plan = lambda ids, weights, impl="auto": expert_plan(ids, weights, 0, local=e, tile_rows=n, impl=impl)
     plans = [jax.jit(make_plan)(ids, weights) for _, ids, weights in rotation]
 
     prepare = lambda x, plan: requantise.gathered_rows(x, plan.token)
@@ -107,8 +108,10 @@ def parts(rotation, shuffled, config: dict) -> dict:
     again = [jax.jit(requantise.sorted_rows)(t) for t in ts]
     ys = [jax.jit(second)(q, p, *shuffled[2:]) for q, p in zip(again, plans, strict=True)]
     pairs = lambda a, b, *rest: [((x, y, *rest), {}) for x, y in zip(a, b, strict=True)]
+    routing = [((i, w), {}) for _, i, w in rotation]
     return {
-        "plan": (make_plan, [((i, w), {}) for _, i, w in rotation]),
+        "plan": (make_plan, routing),
+        "plan_one_kernel": (functools.partial(make_plan, impl="one_kernel"), routing),
         "prepare": (prepare, pairs([r[0] for r in rotation], plans)),
         "gemm_swiglu": (first, pairs(rows, plans, *shuffled[:2])),
         "requantise": (requantise.sorted_rows, [((t,), {}) for t in ts]),

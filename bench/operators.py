@@ -62,6 +62,7 @@ OPERATORS = (
     Operator("candidate_blocks", ("k_blocks", "flags")),
     Operator("sparse_plan", ("key_count", "k", "kind")),
     Operator("router", ("k", "scale"), tolerance=1e-5),
+    Operator("expert_plan", ("local", "tile_rows")),
     Operator("fp8_round_trip", ()),
     Operator("hyper_enter", ("eps",), tolerance=1e-2),
     Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),

@@ -9,6 +9,7 @@ from dsv41_jax.options import DecodeOptions
 from pallas_kernels import codecs
 from pallas_kernels.block_scaled_matmul import api as block_scaled_matmul
 from pallas_kernels.candidate_blocks import api as candidate_blocks
+from pallas_kernels.expert_plan import api as expert_plan
 from pallas_kernels.experts import api as experts
 from pallas_kernels.fp8_round_trip import api as fp8_round_trip
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
@@ -58,6 +59,8 @@ def explain_operators(
         "router": lambda: router.explain(
             _bf16(shapes.rows, c.hidden_size), _bf16(c.n_routed_experts, c.hidden_size), _f32(c.n_routed_experts),
             k=c.num_experts_per_tok, scale=c.routed_scaling_factor, arch=arch),
+        "expert_plan": lambda: expert_plan.explain(  # no implementation minds the rows of a tile
+            *shapes.experts()[1:3], 0, local=c.n_routed_experts // ranks, tile_rows=32, arch=arch),
         "experts": lambda: experts.explain(*shapes.experts(), swiglu_limit=c.swiglu_limit, arch=arch),
         "fp8_round_trip": lambda: fp8_round_trip.explain(_bf16(shapes.rows, c.hidden_size), arch=arch),
         "hyper_coefficients": lambda: hyper_coefficients.explain(

@@ -48,11 +48,11 @@ def swiglu(
     return jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(v, -limit, limit)
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "precision", "impl", "arch"))
-def _experts(x, ids, weights, w13, s13, w2, s2, first, *, limit, precision, impl, arch):
+@functools.partial(jax.jit, static_argnames=("limit", "precision", "impl", "plan_impl", "arch"))
+def _experts(x, ids, weights, w13, s13, w2, s2, first, *, limit, precision, impl, plan_impl, arch):
     """`experts` traced and lowered once for all layers of one shape: a kernel's own lowering takes most of a second."""
     return experts(x, ids, weights, w13, s13, w2, s2, swiglu_limit=limit, first_expert=first, precision=precision,
-                   impl=impl, arch=arch)  # fmt: skip
+                   impl=impl, plan_impl=plan_impl, arch=arch)  # fmt: skip
 
 
 def moe(
@@ -78,7 +78,8 @@ def moe(
 
     def run(x, ids, weights, e: Experts, first):
         return _experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], first, limit=c.swiglu_limit,
-                        precision=p.name, impl=options.impl("experts"), arch=registry.current_arch())  # fmt: skip
+                        precision=p.name, impl=options.impl("experts"), plan_impl=options.impl("expert_plan"),
+                        arch=registry.current_arch())  # fmt: skip
 
     with jax.named_scope("experts"):
         routed = exchange.run_experts(x, ids, weights, params.experts, run)

@@ -24,12 +24,14 @@ class Implementation:
     run: the function, with the operator's own signature.
     arches: architectures it is for ("sm_90", "sm_100", "sm_103", "cpu"); empty means any.
     refuses: called with the operator's arguments; returns why these shapes are not taken, or None.
+    by_name_only: why "auto" passes it over although it would fit; empty where it may be picked.
     """
 
     name: str
     run: Callable
     arches: tuple[str, ...] = ()
     refuses: Callable[..., str | None] = lambda *a, **k: None
+    by_name_only: str = ""
 
 
 @contextlib.contextmanager
@@ -84,6 +86,8 @@ def resolve(
             against[candidate.name] = f"is for {', '.join(candidate.arches)}, this is {arch}"
         elif reason := candidate.refuses(*args, **kwargs):
             against[candidate.name] = reason
+        elif candidate.by_name_only:
+            against[candidate.name] = f"by name only: {candidate.by_name_only}"
         else:
             return candidate, against
     raise ValueError(f"{op}: no implementation takes these arguments: {against}")

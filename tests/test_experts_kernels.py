@@ -51,6 +51,16 @@ def test_kernel_equals_the_definition(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_the_plan_of_one_launch_changes_no_bit(spec):
+    arrays = spec.make_inputs(22)
+    for impl in implementations():
+        run, args = call(impl, spec, arrays)
+        other = jax.jit(functools.partial(run, plan_impl="one_kernel"))
+        np.testing.assert_array_equal(np.asarray(other(*args)), np.asarray(run(*args)))
+
+
+@pytest.mark.gpu
 def test_rows_do_not_depend_on_the_batch():
     spec = SMALL[0]
     x, ids, weights, *tensors = spec.make_inputs(5)

@@ -1,4 +1,4 @@
-"""The Hopper kernel's weight order, decode arithmetic, routing plan and quantisation, emulated in numpy."""
+"""The Hopper kernel's weight order, decode arithmetic, combine and quantisation, emulated in numpy."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.codecs import dequantize_weight_mxfp4
+from pallas_kernels.expert_plan import expert_plan
 from pallas_kernels.experts import experts, explain, hopper, layout, requantise, route, shuffle_weights
 from pallas_kernels.experts.reference import qdq_fp8
 from pallas_kernels.experts.specs import ExpertsSpec
@@ -86,42 +87,10 @@ def test_shuffle_is_lossless_within_its_range_and_says_so():
         layout.shuffle_w13(w13[:, :, :64], s13[:, :, :4])
 
 
-@pytest.mark.parametrize("routing", ["uniform", "one", "skewed", "balanced"])
-@pytest.mark.parametrize("first,local", [(0, 12), (4, 5), (40, 3)])
-@pytest.mark.parametrize("rows", [8, 32])
-def test_plan_covers_every_local_slot_once(routing, first, local, rows):
-    spec = ExpertsSpec("plan", 37, 128, 64, local, 3, routing, total=12)
-    ids, weights = spec.make_routing(np.random.default_rng(3))
-    p = route.plan(jnp.asarray(ids), jnp.asarray(weights), first, local, rows)
-    key = [(e, slot) for slot, e in enumerate(ids.ravel()) if first <= e < first + local]
-    order = [slot for _, slot in sorted(key)]
-    where = np.asarray(p.position)
-    np.testing.assert_array_equal(where, np.sort(where, axis=1))
-    padded = p.token.shape[0]
-    assert len(set(where.ravel())) == where.size and where.max() + rows <= padded
-    local_slots = (where < int(p.count)).sum()
-    assert local_slots == len(order)
-    seen, tiles = [], np.asarray(p.tiles)
-    for expert, start, size in tiles[:3, : tiles[3, 0]].T:
-        assert 1 <= size <= rows and start % route.ALIGN == 0 and start + rows <= padded
-        seen += [(first + expert, start + r) for r in range(size)]
-    assert len(seen) == len(order) and len({row for _, row in seen}) == len(order)
-    for (expert, slot), (tile_expert, row) in zip(sorted(key), sorted(seen), strict=True):
-        assert expert == tile_expert and row in where[slot // 3]
-        assert int(p.token[row]) == slot // 3 and float(p.weight[row]) == weights.ravel()[slot]
-
-
-def test_sort_and_pairwise_ranks_agree(monkeypatch):
-    key = jnp.asarray(np.random.default_rng(0).integers(0, 9, 500), jnp.int32)
-    pairwise = route._ranks(key)
-    monkeypatch.setattr(route, "_PAIRWISE", 10)
-    np.testing.assert_array_equal(np.asarray(route._ranks(key)), np.asarray(pairwise))
-
-
 def test_combine_takes_local_rows_only_in_ascending_expert_order():
     spec = ExpertsSpec("combine", 9, 128, 64, 4, 3, total=8)
     ids, weights = spec.make_routing(np.random.default_rng(1))
-    p = route.plan(jnp.asarray(ids), jnp.asarray(weights), 2, 4, 8)
+    p = expert_plan(jnp.asarray(ids), jnp.asarray(weights), 2, local=4, tile_rows=8)
     y = np.full((p.token.shape[0], 128), np.nan, np.float32)  # the kernel leaves gaps and foreign rows unwritten
     real = np.sort(np.asarray(p.position)[np.asarray(p.position) < int(p.count)])
     y[real] = np.random.default_rng(2).standard_normal((len(real), 128))

@@ -7,9 +7,9 @@ from . import blackwell, hopper, layout, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
-def _reference(x, ids, weights, w13, s13, w2, s2, *, experts_total=None, **kwargs):
+def _reference(x, ids, weights, w13, s13, w2, s2, *, experts_total=None, plan_impl="auto", **kwargs):
     """The definition; undoes the shuffled order first (packed bytes, nothing is dequantised ahead)."""
-    del experts_total
+    del experts_total, plan_impl
     tensors = (w13, s13, w2, s2)
     return reference.experts(
         x, ids, weights, *(layout.unshuffle_weights(*tensors) if layout.is_shuffled(w13) else tensors), **kwargs
@@ -62,6 +62,7 @@ def experts(
     first_expert=0,  # int or i32[]: the global id of w13[0]
     precision: str = "released",
     experts_total: int | None = None,
+    plan_impl: str = "auto",
     impl: str = "auto",
     arch: str | None = None,
 ):
@@ -75,13 +76,15 @@ def experts(
     the local range contribute nothing (any id is allowed there, -1 too).
     The four weight arrays may be in the order of `shuffle_weights` (layout.py), which the Hopper kernel needs.
     experts_total: how many experts `ids` range over, where that is more than E_local; only tunes tile sizes.
+    plan_impl: the implementation of expert_plan where one is needed.
     Returns f32[T, H].
     Raises ValueError for shapes or dtypes that do not fit together. Source: spec/model.md sections 4 and 9.
     """
     _validate(x, ids, weights, w13, s13, w2, s2, precision)
     args = (x, ids, weights, w13, s13, w2, s2)
     kwargs = dict(
-        swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision, experts_total=experts_total
+        swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision, experts_total=experts_total,
+        plan_impl=plan_impl,
     )
     chosen, _ = resolve("experts", IMPLEMENTATIONS, impl, arch, *args, **kwargs)
     return chosen.run(*args, **kwargs)

@@ -83,7 +83,8 @@ def _kernels():
 
 
 def refuses(
-    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None
+    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None,
+    plan_impl="auto",
 ):  # fmt: skip
     """Why the kernel does not take these arguments, or None."""
     if precision != "released":
@@ -103,7 +104,7 @@ def _bytes(q):
 
 def experts(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
-    experts_total=None, capability=None, block=(128, 128), warps=8, stages=3,
+    experts_total=None, plan_impl="auto", capability=None, block=(128, 128), warps=8, stages=3,
 ):  # fmt: skip
     """See `api.experts`. capability: e.g. 100, by default the registry's; block: (weight rows, channels)."""
     del precision, experts_total
@@ -112,7 +113,7 @@ def experts(
     swiglu, down = _kernels()
     local, h = w2.shape[:2]
     f = w2.shape[2] * 2
-    plan = route.plan(ids, weights, first_expert, local, ROWS)
+    plan = expert_plan(ids, weights, first_expert, local=local, tile_rows=ROWS, impl=plan_impl)
     m, rows = plan.tiles.shape[1], plan.token.shape[0]
     common = dict(H=h, F=f, M=m, BM=ROWS, BN=block[0], BK=block[1], num_warps=warps, num_stages=stages)
     if capability := capability or registry.current_capability():

@@ -4,7 +4,7 @@ Both GEMMs are one persistent kernel each. A producer warpgroup streams weights,
 memory by TMA; every other warpgroup owns one block of 64 weight rows: it decodes 128 input channels into e4m3 registers
 (layout.py, ptx.py), multiplies them with the tile's rows, and adds the product to fp32 sums after each 128 channels.
 The first GEMM ends in the clamped SwiGLU, the second in bf16 rows. Quantisation is one launch before each of them
-(requantise.py); sorting and the sum over a token's experts are XLA fusions.
+(requantise.py); sorting is `expert_plan`, the sum over a token's experts an XLA fusion.
 
 What is rounded otherwise than in `reference`: within each 128 channels the four per-32 scales of an activation row are
 re-expressed as their largest, so a value smaller than 2**-6 of that scale keeps only multiples of 2**-9 of it (error at
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ..codecs import cdiv
+from ..expert_plan import expert_plan
 from . import layout, requantise, route
 
 SHARED_BYTES = 226 * 1024  # of 227 KiB; the rest holds barriers
@@ -226,7 +227,8 @@ def _groups(blocks: int, n: int) -> int:
 
 
 def refuses(
-    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None
+    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None,
+    plan_impl="auto",
 ):  # fmt: skip
     """Why the kernel does not take these arguments, or None."""
     if precision != "released":
@@ -238,7 +240,7 @@ def refuses(
 
 def experts(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
-    experts_total=None, sms=None, tuning=None,
+    experts_total=None, plan_impl="auto", sms=None, tuning=None,
 ):  # fmt: skip
     """See `api.experts`; takes shuffled weights, `released` only.
 
@@ -249,7 +251,7 @@ def experts(
     local, tuning = w13.shape[0], tuning or {}
     n = tuning.get("n") or tile_rows(ids.size, experts_total or local)
     sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
-    plan = route.plan(ids, weights, first_expert, local, n)
+    plan = expert_plan(ids, weights, first_expert, local=local, tile_rows=n, impl=plan_impl)
     gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
     q, scale = requantise.gathered_rows(x, plan.token)
     config = {"groups": _groups(w13.shape[1], n), **tuning.get("swiglu", {})}

@@ -1,0 +1,104 @@
+"""The experts' plan: definition and interpreted kernel against a loop over slots, every element."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.expert_plan import Plan, expert_plan, explain, one_kernel, reference
+from pallas_kernels.expert_plan.specs import BY_NAME, SPECS
+from tests import deviceless
+
+SMALL = [s for s in SPECS if s.name.startswith("tiny")]
+FIELDS = [f.name for f in dataclasses.fields(Plan)]
+
+
+def numpy_plan(ids, weights, first, *, local, tile_rows):
+    """{field: array}: experts one after the other, slots in order."""
+    (t, k), slots = ids.shape, ids.size
+    size = -(-(slots + 3 * min(local, slots)) // 8) * 8 + tile_rows
+    token, weight, row, tiles = np.zeros(size, np.int32), np.zeros(size, np.float32), 0, []
+    found = [[] for _ in range(t)]
+    for expert in range(local):
+        mine = np.flatnonzero(ids.ravel() == first + expert)
+        for i, slot in enumerate(mine):
+            token[row + i], weight[row + i] = slot // k, weights.ravel()[slot]
+            found[slot // k].append(row + i)
+        tiles += [(expert, row + i, min(tile_rows, len(mine) - i)) for i in range(0, len(mine), tile_rows)]
+        row += -(-len(mine) // 4) * 4
+    table = np.zeros((4, min(slots, local + slots // tile_rows)), np.int32)
+    table[:3, : len(tiles)] = np.array(tiles, np.int32).reshape(-1, 3).T
+    table[3] = len(tiles)
+    position = np.array([rows + [row] * (k - len(rows)) for rows in found], np.int32)
+    return dict(position=position, count=np.int32(row), token=token, weight=weight, tiles=table)
+
+
+def check(got, want):
+    for name in FIELDS:
+        a = np.asarray(getattr(got, name))
+        assert a.dtype == want[name].dtype
+        np.testing.assert_array_equal(a, want[name], err_msg=name)
+
+
+@functools.partial(jax.jit, static_argnames=("run", "local", "tile_rows"))  # one program for all routings of a shape
+def compiled(ids, weights, first, *, run, local, tile_rows):
+    if run == "reference":
+        return reference.expert_plan(ids, weights, first, local=local, tile_rows=tile_rows)
+    return one_kernel.expert_plan(ids, weights, first, local=local, tile_rows=tile_rows, interpret=True)
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("run", ["reference", "one_kernel"])
+def test_equals_a_loop_over_slots(spec, run):
+    ids, weights, first = spec.make_inputs(3)
+    want = numpy_plan(np.asarray(ids), np.asarray(weights), int(first), **spec.options)
+    check(compiled(ids, weights, first, run=run, **spec.options), want)
+
+
+@pytest.mark.parametrize("run", ["reference", "one_kernel"])
+def test_takes_any_foreign_id(run):
+    spec = BY_NAME["tiny_foreign"]
+    ids, weights, first = spec.make_inputs(4)
+    ids = ids.at[0].set(jnp.array([-1, 9, -(2**31)])).at[1].set(2**31 - 1).at[2, 0].set(14)
+    want = numpy_plan(np.asarray(ids), np.asarray(weights), int(first), **spec.options)
+    check(compiled(ids, weights, first, run=run, **spec.options), want)
+
+
+def test_sort_and_pairwise_ranks_agree(monkeypatch):
+    key = jnp.asarray(np.random.default_rng(0).integers(0, 9, 500), jnp.int32)
+    pairwise = reference._ranks(key)
+    monkeypatch.setattr(reference, "_PAIRWISE", 10)
+    np.testing.assert_array_equal(np.asarray(reference._ranks(key)), np.asarray(pairwise))
+
+
+def test_falls_back_with_a_reason():
+    ids, weights, first = BY_NAME["tiny"].make_inputs(0)
+    told = explain(ids, weights, first, local=12, tile_rows=8, arch="sm_90")
+    assert told["chosen"] == "reference" and told["one_kernel"].startswith("by name only")
+    assert "at most 512" in explain(ids, weights, first, local=513, tile_rows=8, arch="sm_90")["one_kernel"]
+    many = jax.ShapeDtypeStruct((5000, 8), jnp.int32), jax.ShapeDtypeStruct((5000, 8), jnp.float32), 0
+    assert "40000 slots" in explain(*many, local=96, tile_rows=8, arch="sm_90")["one_kernel"]
+    with pytest.raises(ValueError, match=r"ids and weights \[T, K\]"):
+        expert_plan(ids, weights[:-1], first, local=12, tile_rows=8)
+    with pytest.raises(ValueError, match="a scalar first_expert"):
+        expert_plan(ids, weights, jnp.zeros(2, jnp.int32), local=12, tile_rows=8)
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_compiles_to_one_kernel_without_spills(target):
+    compiled = deviceless.compile_for(target, "pallas_kernels.expert_plan.specs:deviceless_case", "verify")
+    kernel = compiled.matching("expert_plan")
+    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers <= 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_kernel_equals_definition_on_the_gpu(spec):
+    inputs = spec.make_inputs(5)
+    want = expert_plan(*inputs, **spec.options, impl="reference")
+    check(expert_plan(*inputs, **spec.options, impl="one_kernel"), {f: np.asarray(getattr(want, f)) for f in FIELDS})
