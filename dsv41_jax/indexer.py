@@ -36,12 +36,11 @@ def index_queries(
     c: ModelConfig,
     p: Precision,
 ):
-    """dtype[T, I, J]: rotated at the row's own position; through MXFP4 and back where the cache is quantised."""
+    """Rotated at the row's own position: dtype[T, I, J], or where the cache is quantised its MXFP4 form (payload
+    u8[T, I, J/2], scales u8[T, I, J/32]), which a scorer of FP4 products reads as it is and any other decodes."""
     q = projected.reshape(projected.shape[0], c.index_n_heads, c.index_head_dim)
     q = rope.rotate(q, ratio.cos[:, None], ratio.sin[:, None])
-    if p.quantise_cache:
-        q = codecs.dequantize_mxfp4(*codecs.quantize_mxfp4(q)).astype(q.dtype)
-    return q
+    return codecs.quantize_mxfp4(q) if p.quantise_cache else q
 
 
 def head_weights(
@@ -56,7 +55,7 @@ def head_weights(
 
 def select(
     layer: LayerSpec,
-    q,  # dtype[T, I, J]
+    q,  # of index_queries
     weights,  # dtype[T, I]
     index_pool,
     plan: StepPlan,
