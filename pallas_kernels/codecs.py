@@ -91,13 +91,18 @@ def to_e4m3(x):
     return round_e4m3(jnp.clip(x, -FP8_MAX, FP8_MAX)).astype(jnp.float8_e4m3fn)
 
 
-def to_e2m1(x):
-    """f32[...] -> u8[...] e2m1 codes 0..15 (bit 3 = sign, kept for zero too), clamped to +-6, ties to the even code."""
+def to_e2m1(
+    x,  # f32[...]
+    scale=1.0,  # f32[...] > 0 of at most 4 significant bits, a quarter of it normal
+):
+    """u8[...] e2m1 codes 0..15 of x / scale (bit 3 = sign, kept for zero too), clamped to +-6, ties to the even code. The
+    thresholds are scaled, which is exact: XLA turns a division by a broadcast scale into a product with its rounded
+    reciprocal, which moves ties."""
     x = x.astype(jnp.float32)
-    a = jnp.abs(x)
-    code = ((a > 0.25).astype(jnp.uint8) + (a >= 0.75) + (a > 1.25) + (a >= 1.75)
-            + (a > 2.5) + (a >= 3.5) + (a > 5.0))  # fmt: skip
-    return code.astype(jnp.uint8) | ((_bits(x) >> 31).astype(jnp.uint8) << 3)
+    a, over = jnp.abs(x), lambda step: jnp.float32(step) * scale
+    code = ((a > over(0.25)).astype(jnp.int32) + (a >= over(0.75)) + (a > over(1.25)) + (a >= over(1.75))
+            + (a > over(2.5)) + (a >= over(3.5)) + (a > over(5.0)))  # fmt: skip
+    return (code | ((_bits(x) >> 31).astype(jnp.int32) << 3)).astype(jnp.uint8)
 
 
 def from_e2m1(code):
@@ -149,7 +154,7 @@ def dequantize_mxfp4(packed, scale):
     return (g * e8m0_to_f32(scale)[..., None]).reshape(*packed.shape[:-1], -1)
 
 
-def _sixth(x):
+def sixth(x):
     """f32[...] >= 2^-20 -> f32[...] on the same side of every short midpoint as x / 6 is. XLA turns a division by a
     constant into a product with its rounded reciprocal, which lands on e4m3 midpoints from below: divide as integers."""
     bits = _bits(x)
@@ -162,8 +167,8 @@ def quantize_nvfp4(x):
     """[..., D] -> (packed u8[..., D/2], float8_e4m3fn[..., D/16] scales). No second-level tensor scale."""
     g = _groups(x, NV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), -1), jnp.float32(NVFP4_FLOOR))
-    scale = to_e4m3(_sixth(amax))
-    return pack_nibbles(to_e2m1(g / scale.astype(jnp.float32)[..., None]).reshape(x.shape)), scale
+    scale = to_e4m3(sixth(amax))
+    return pack_nibbles(to_e2m1(g, scale.astype(jnp.float32)[..., None]).reshape(x.shape)), scale
 
 
 def dequantize_nvfp4(packed, scale):

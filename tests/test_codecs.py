@@ -212,6 +212,18 @@ def test_nvfp4_scale_rounds_at_every_e4m3_midpoint():
     np.testing.assert_array_equal(decoded[clipped], 6 * np.asarray(scale).astype(F32)[clipped, 0])
 
 
+def test_nvfp4_rounds_every_tie_to_even_at_every_scale():
+    """threshold * scale exactly, and the bf16 numbers beside it, next to an amax that has that scale."""
+    scale = E4M3_VALUES[1:].repeat(7)
+    ties = np.tile(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], F32), 126) * scale
+    x = np.zeros((len(ties), 16), F32)
+    x[:, 0], x[:, 1], x[:, 2] = 6 * scale, ties, -ties
+    x[:, 3], x[:, 4] = ties * F32(1 + 2.0**-7), ties * F32(1 - 2.0**-8)
+    packed, got = codecs.quantize_nvfp4(x)
+    np.testing.assert_array_equal(np.asarray(got).astype(F32)[:, 0], scale)
+    np.testing.assert_array_equal(packed, expected_nvfp4(x)[0])
+
+
 def test_nvfp4_saturates():
     x = groups_with_amax([6 * 448, 6 * 448.1, 3000, 1e6, 3e38], 16)
     packed, scale = codecs.quantize_nvfp4(x)
