@@ -83,10 +83,11 @@ def interpreted():
     cases = {name: make() for name, make in (DENSE | BLOCKS).items()}
     runs = [(f"{MODULE}:index_score_blocks", inputs, options | dict(block_size=spec.block_size)) if spec.blocks
             else (f"{MODULE}:index_score", inputs, options) for spec, inputs, options in cases.values()]  # fmt: skip
-    spec, inputs, options = cases["any_length"]
+    _, inputs, options = cases["any_length"]
     packed = codecs.quantize_mxfp4(jnp.asarray(inputs["q"]))
     runs.append((f"{MODULE}:index_score", inputs | dict(q=tuple(map(np.asarray, packed))), options))
-    return dict(zip([*cases, "packed"], triton_interpreter.run(runs), strict=True))
+    runs.append((f"{MODULE}:index_score", inputs | dict(visible=np.zeros_like(inputs["visible"])), options))
+    return dict(zip([*cases, "packed", "nothing"], triton_interpreter.run(runs), strict=True))
 
 
 @needs_triton
@@ -111,6 +112,11 @@ def test_interpreted_blocks_match_loop(interpreted, name):
 @needs_triton
 def test_packed_queries_are_the_same_queries(interpreted):
     np.testing.assert_array_equal(interpreted["packed"].view(np.uint16), interpreted["any_length"].view(np.uint16))
+
+
+@needs_triton
+def test_nothing_visible_is_all_filler(interpreted):
+    assert np.isneginf(interpreted["nothing"].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("span", [1, 2, 3, 4, 5, 6, 8, 12, 16, 384])

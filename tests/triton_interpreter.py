@@ -26,7 +26,8 @@ def run(cases: list[tuple[str, dict, dict]], timeout: float = 120.0) -> list:
     with tempfile.TemporaryDirectory(prefix="interpreted-") as folder:
         path = pathlib.Path(folder) / "cases.pickle"
         path.write_bytes(pickle.dumps(cases))
-        env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": search}
         command = [sys.executable, str(pathlib.Path(__file__).resolve()), str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
         if done.returncode:
