@@ -42,6 +42,10 @@ class Operator:
     def module(self, part: str):
         return importlib.import_module(f"pallas_kernels.{self.name}.{part}")
 
+    def names(self) -> list[str]:
+        """Implementations and further baselines, fastest first."""
+        return [i.name for i in getattr(self.module("api"), self.implementations)] + list(self.extra)
+
     def call(self, spec, impl: str):
         static = {field: getattr(spec, field) for field in self.static}
         if impl in self.extra:
@@ -108,14 +112,16 @@ def _near(got, want, tolerance: float) -> bool:
     return bool(np.abs(got[seen] - want[seen]).max() <= tolerance * max(np.abs(want[seen]).max(), 1e-30))
 
 
-def measure(operator: Operator, spec, peaks: common.Peaks) -> list[dict]:
-    """Every implementation that takes the spec, one record each."""
+def measure(operator: Operator, spec, peaks: common.Peaks, only: list[str] | None = None) -> list[dict]:
+    """Every implementation (of those in `only`) that takes the spec, one record each."""
     inputs = rotations(spec)
     args, kwargs = inputs[0]
     want = jax.jit(operator.call(spec, "reference"))(*args, **kwargs)
     floor = peaks.floor_us(spec.bytes, spec.flops, operator.unit)
     records = []
-    for impl in [i.name for i in getattr(operator.module("api"), operator.implementations)] + list(operator.extra):
+    for impl in operator.names():
+        if only and impl not in only:
+            continue
         function = operator.call(spec, impl)
         try:
             got = jax.jit(function)(*args, **kwargs)
@@ -154,11 +160,17 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operators", nargs="*", metavar="op", help=f"any of {', '.join(names)}; all if none is named")
     parser.add_argument("--spec", action="append", help="only specs whose name contains this (repeatable)")
+    parser.add_argument("--impl", action="append", help="only these implementations, by name (repeatable; default all): "
+                        "one that is for another architecture may not load")  # fmt: skip
     parser.add_argument("--min-rows", type=int, default=64, help="skip specs with fewer rows (default 64)")
     parser.add_argument("--out", type=pathlib.Path, help="result file (default bench/results/operators_<device>.json)")
     options = parser.parse_args(argv)
     if unknown := set(options.operators) - set(names):
         parser.error(f"unknown operators {sorted(unknown)}; there are {names}")
+    chosen = [o for o in OPERATORS if not options.operators or o.name in options.operators]
+    known = {name for o in chosen for name in o.names()}
+    if unknown := set(options.impl or ()) - known:
+        parser.error(f"unknown implementations {sorted(unknown)}; there are {sorted(known)}")
     head, peaks = common.environment(), common.measure_peaks()
     print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
     smallest = smallest_us()
@@ -166,13 +178,11 @@ def main(argv=None) -> None:
     path = options.out or common.RESULTS / f"operators_{head['device'].lower().replace(' ', '_')}.json"
     head |= {"peaks": dataclasses.asdict(peaks), "shortest_kernel_us": round(smallest, 3)}
     records = []
-    for operator in OPERATORS:
-        if options.operators and operator.name not in options.operators:
-            continue
+    for operator in chosen:
         for spec in getattr(operator.module("specs"), operator.specs):
             wanted = not options.spec or any(s in spec.name for s in options.spec)
             if wanted and spec.rows >= options.min_rows:
-                records += measure(operator, spec, peaks)
+                records += measure(operator, spec, peaks, options.impl)
                 common.write_json(path, {**head, "results": records})  # a run cut short keeps what it has
     print(f"wrote {path}")
 

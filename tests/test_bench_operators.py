@@ -32,3 +32,11 @@ def test_unknown_operator_is_refused(capsys):
     with pytest.raises(SystemExit):
         operators.main(["ruoter"])
     assert "ruoter" in capsys.readouterr().err
+
+
+def test_implementations_are_chosen_by_name(capsys):
+    router = next(o for o in operators.OPERATORS if o.name == "router")
+    assert router.names() == ["one_kernel", "reference"]
+    with pytest.raises(SystemExit):
+        operators.main(["router", "--impl", "hopper"])
+    assert "one_kernel" in capsys.readouterr().err
