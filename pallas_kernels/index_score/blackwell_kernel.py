@@ -1,11 +1,11 @@
 """The index scores as Triton kernels for Blackwell's block-scaled FP4 product. Imports Triton: import it only where a GPU
 kernel is wanted.
 
-Both kernels multiply tiles of 128 keys (the M operand) with the heads of one or two query rows (N): packed e2m1 times
-packed e2m1, each with its e8m0 scale per 32 channels as it is stored, so nothing is decoded. Triton 3.6 makes it
-tcgen05.mma of kind mxf4 for sm_100 and sm_103; for sm_90 it decodes both to bf16 and uses wgmma, good for checking, not
-for speed. A lane of tensor memory is a key, so a thread finds all heads of its key in registers and the sum over heads
-needs no shuffle.
+Both kernels multiply tiles of keys (the M operand) with the heads of one to four query rows (N): packed e2m1 times packed
+e2m1, each with its e8m0 scale per 32 channels as it is stored, so nothing is decoded. Triton 3.6 makes it tcgen05.mma of
+kind mxf4 for sm_100 and sm_103; for sm_90 it decodes both to bf16 and uses wgmma, good for checking, not for speed. A
+lane of tensor memory is a key, so a thread finds all heads of its key in registers and the sum over heads needs no
+shuffle. The dense kernel loads a tile of keys once for up to three such products.
 
 Two forms are there for Triton 3.6, which fails on the plain ones: the accumulator of a product inside a loop is carried
 by the loop and cleared under a condition that the compiler cannot decide (a constant zero breaks it; so nothing is
