@@ -2,7 +2,7 @@
 
 Triton's interpreter executes a kernel's body in numpy, program after program. What Triton 3.6's lacks is added here: the
 block-scaled product (decoded to fp64, so the only rounding is fp32's at the end), casts to bf16 that round to nearest,
-and inline assembly, for the handful of PTX instructions in `_PTX`. The interpreter is chosen when triton is imported, so all this lives in a child process:
+sums of -0, and inline assembly, for the handful of PTX instructions in `_PTX`. The interpreter is chosen when triton is imported, so all this lives in a child process:
 
     got = run([("pallas_kernels.index_score.blackwell:index_score", inputs, {})])
 """
@@ -160,6 +160,12 @@ def _child(path: pathlib.Path) -> None:
         return data.astype(ml_dtypes.bfloat16).view(np.uint16)
 
     interpreter._convert_float = convert_float
+
+    def reduce_sum(self, x):  # -0 + -0 is -0; numpy's own start is +0
+        total = np.sum(x.handle.data, axis=self.axis, keepdims=self.keep_dims, initial=-0.0)
+        return self.to_tensor(total.astype(x.handle.data.dtype), x.dtype)
+
+    interpreter.ReduceOps.sum = reduce_sum
     patch = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor, scope):
