@@ -101,10 +101,14 @@ def test_compiles_to_tensor_cores_with_one_decoding_of_each_tile(target):
     kernel = compiled.matching("sparse_attention_one_pass")
     assert len(kernel.kernels) == 1 and "mma.sync" not in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
     assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in kernel.ptx
-    assert "cp.async.cg.shared.global" in kernel.ptx, "records are gathered ahead, 16 bytes at a time"
+    assert "cp.async.cg.shared.global" in kernel.ptx, "records are gathered 16 bytes at a time"
+    waits = re.findall(r"cp\.async\.wait_group\s+([1-9])", kernel.ptx)
+    assert len(waits) >= 2, "both loops leave the next tile's bytes in flight while they decode one"
     # On Blackwell the first turn of each loop stands before it, so a tile's decoding is found twice per format.
     per_tile = one_pass.TILE * 512 // (32 * one_pass.WARPS) // 2
     copies = 2 if target == "sm_90a" else 4
     assert kernel.ptx.count("cvt.rn.f16x2.e4m3x2") < copies * 1.1 * per_tile
-    # A program has the multiprocessor for itself, so 255 registers are free to use; a few addresses go to the stack.
-    assert kernel.kernels[0].registers <= 255 and kernel.kernels[0].spill_bytes <= 128, kernel.kernels
+    # A program has the multiprocessor for itself, so 255 registers are free to use. On Blackwell a few addresses and
+    # descriptors, the same in every turn, go to the stack; on Hopper nothing does.
+    report = kernel.kernels[0]
+    assert report.registers <= 255 and report.spill_bytes <= (0 if target == "sm_90a" else 128), report

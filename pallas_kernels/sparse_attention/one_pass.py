@@ -164,19 +164,25 @@ def _body(
         load = lambda *part: _load(ring_rows, rows, live, *part)
         return attend(decode_window, load(0, dim), load(dim, dim // GROUP), live, carry)
 
-    def selected_tile(n, carry):
+    def indices(n):
         k = n * tile + column
-        index = plt.load(chosen.at[jnp.full((tile,), t), k], mask=k < selected, other=-1)
+        return plt.load(chosen.at[jnp.full((tile,), t), k], mask=k < selected, other=-1)
+
+    def selected_tile(n, carry):
+        *carry, index = carry  # loaded a turn ahead: asynchronous copies of it would be waited for with all the others
         live = (index >= 0) & (index < entries)
-        load = lambda *part: _load(entry_rows, jnp.where(live, index, 0), live, *part)
+        rows = jnp.where(live, index, 0)
+        load = lambda *part: _load(entry_rows, rows, live, *part)
         decode = functools.partial(decode_global, compiled=compiled)
-        return attend(decode, load(0, dim // 2), load(dim // 2, dim // NV_GROUP), live, carry)
+        carry = attend(decode, load(0, dim // 2), load(dim // 2, dim // NV_GROUP), live, carry)
+        return *carry, indices(n + 1)
 
     empty = jnp.full((heads,), EMPTY_MAX, jnp.float32), jnp.zeros((heads,), jnp.float32), jnp.zeros((heads, dim), jnp.float32)
     tiles = valid.astype(jnp.int32) * (jnp.maximum(last - first + tile - 1, 0) // tile)
     carry = jax.lax.fori_loop(0, tiles, window_tile, empty)
     if selected:
-        carry = jax.lax.fori_loop(0, valid.astype(jnp.int32) * cdiv(selected, tile), selected_tile, carry)
+        tiles = valid.astype(jnp.int32) * cdiv(selected, tile)
+        *carry, _ = jax.lax.fori_loop(0, tiles, selected_tile, (*carry, indices(0)))
     peak, total, sums = carry
     inverse = jnp.where(total > 0, 1 / (total + jnp.exp2(sink[:] * LOG2E - peak)), 0.0)
     out[:, :] = (sums * inverse[:, None]).astype(jnp.bfloat16)
