@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from .. import registry
 from ..codecs import quantize_fp8
+from ..expert_plan import expert_plan
 from . import layout, route
 
 ROWS = 128  # rows of a tile: the block-scaled instruction's M
