@@ -26,8 +26,10 @@ class Operator:
     """One operator: its folder in pallas_kernels, and its static arguments as fields of a spec.
 
     extra: further baselines by name, each called like the operator. tolerance: largest difference from the definition
-    relative to the largest finite value; 0 means equal bits. specs, implementations: where those two folders' modules
-    list them. unit: whose matrix peak is behind the floor, "bf16" or "fp8".
+    relative to the largest finite value; 0 means equal bits. in_place: so many of the first arguments are pools that the
+    operator returns updated; of the values it changes, the share `differing` may differ from the definition's. specs,
+    implementations: where those two folders' modules list them. unit: whose matrix peak is behind the floor, "bf16" or
+    "fp8".
     """
 
     name: str
@@ -38,6 +40,8 @@ class Operator:
     specs: str = "SPECS"
     implementations: str = "IMPLEMENTATIONS"
     unit: str = "bf16"
+    in_place: int = 0
+    differing: float = 0.0
 
     def module(self, part: str):
         return importlib.import_module(f"pallas_kernels.{self.name}.{part}")
@@ -68,6 +72,9 @@ OPERATORS = (
     Operator("router", ("k", "scale"), tolerance=1e-5),
     Operator("expert_plan", ("local", "tile_rows")),
     Operator("fp8_round_trip", ()),
+    # sums and exponentials round in another order there: a bf16 rounding, and with it a code, may go the other way
+    Operator("window_store", ("first", "eps"), in_place=1, differing=2e-3),
+    Operator("global_producer", ("eps",), in_place=3, differing=5e-3),
     Operator("hyper_enter", ("eps",), tolerance=1e-2),
     Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),
@@ -105,6 +112,13 @@ def agrees(got, want, tolerance: float) -> bool:
     return all(_near(np.asarray(g, np.float32), np.asarray(w, np.float32), tolerance) for g, w in pairs)
 
 
+def agrees_in_place(got, want, before, differing: float) -> bool:
+    """Whether pools differ from the definition's in at most a share of what the definition changed in them."""
+    pools = zip(*(jax.tree.leaves(x) for x in (got, want, before)), strict=True)
+    pools = [tuple(np.asarray(x) for x in pool) for pool in pools]
+    return all((g != w).sum() <= differing * (w != b).sum() for g, w, b in pools)
+
+
 def _near(got, want, tolerance: float) -> bool:
     seen = np.isfinite(want)
     if not np.array_equal(got[~seen], want[~seen]):
@@ -130,12 +144,17 @@ def measure(operator: Operator, spec, peaks: common.Peaks, only: list[str] | Non
             continue
         slow = impl == "reference" or impl in operator.extra
         rotating = inputs[:SEEDS] if slow else inputs
-        times = timing.us_per_call(function, rotating, dispatches=3 if slow else 40, samples=5 if slow else 15)
+        times = timing.us_per_call(function, rotating, dispatches=3 if slow else 40, samples=5 if slow else 15,
+                                   in_place=operator.in_place)  # fmt: skip
+        if operator.in_place:
+            equal = agrees_in_place(got, want, args[: operator.in_place], operator.differing)
+        else:
+            equal = None if impl in operator.extra else agrees(got, want, operator.tolerance)
         record = {
             "operator": operator.function or operator.name,
             "spec": {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)},
             "implementation": impl,
-            "equals_definition": None if impl in operator.extra else agrees(got, want, operator.tolerance),
+            "equals_definition": equal,
             "rotating_inputs": len(rotating),
             "seeds": list(range(SEEDS)),
             **{f"{name}_us": round(t, 3) for name, t in times.items()},

@@ -4,8 +4,7 @@ import dataclasses
 
 import jax
 
-from dsv41_jax import indexer, rope
-from dsv41_jax.cache import store_window
+from dsv41_jax import indexer
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.indexer import Selection
@@ -18,6 +17,7 @@ from dsv41_jax.schedule import LayerSpec
 from pallas_kernels import codecs
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_plan.api import SparsePlan
+from pallas_kernels.window_store.api import window_store
 
 
 @dataclasses.dataclass
@@ -45,27 +45,39 @@ def project_front(
     p: Precision,
     options: DecodeOptions,
 ):
-    """(qr dtype[T, Q], kv dtype[T, D]) both normalised, neither rotated: one product with one quantised input."""
+    """(qr dtype[T, Q] normalised, front dtype[T, Q + D] as it came): one product with one quantised input. The window KV
+    is front's last D columns: a slice of their own would cost a kernel that reads the whole a copy."""
     front = fp8_linear(u, params.front, p, options)
-    qr = rms_norm(front[:, : c.q_lora_rank], params.q_norm[...], c.rms_norm_eps)
-    return qr, rms_norm(front[:, c.q_lora_rank :], params.kv_norm[...], c.rms_norm_eps)
+    return rms_norm(front[:, : c.q_lora_rank], params.q_norm[...], c.rms_norm_eps), front
 
 
-def window_kv(
+def project_window(
     x,  # dtype[T, H]
     params: Attention,
-    cos,
-    sin,
     c: ModelConfig,
     p: Precision,
     options: DecodeOptions,
 ):
-    """dtype[T, D]: normalised and rotated window KV alone (draft commits need no queries)."""
+    """dtype[T, D]: the window KV columns of the front product alone (draft commits need no queries)."""
     rows = slice(c.q_lora_rank, None)
     weight, scale = params.front.weight[...][rows], params.front.scale[...][c.q_lora_rank // codecs.GROUP :]
-    kv = fp8_matmul(quantise_input(x, p, options), weight, scale, options, quantised=p.quantise_activations)
-    kv = rms_norm(kv, params.kv_norm[...], c.rms_norm_eps)
-    return rope.rotate(kv, cos, sin)
+    return fp8_matmul(quantise_input(x, p, options), weight, scale, options, quantised=p.quantise_activations)
+
+
+def store_window(
+    pool,
+    front,  # dtype[T, Q + D] of project_front, or dtype[T, D] of project_window
+    params: Attention,
+    cos,
+    sin,
+    slots,  # i32[T], -1 = skip
+    positions,  # i32[T]
+    c: ModelConfig,
+    options: DecodeOptions,
+):
+    """The pool with the normalised, rotated window KV of every row at its position's ring row."""
+    return window_store(pool, front, params.kv_norm[...], cos, sin, slots, positions, first=front.shape[1] - c.head_dim,
+                        eps=c.rms_norm_eps, impl=options.impl("window_store"))  # fmt: skip
 
 
 def output_projection(
@@ -99,15 +111,14 @@ def attention(
     cos, sin = (ratio.cos, ratio.sin) if ratio else (plan.cos, plan.sin)
 
     with jax.named_scope("front_projection"):
-        qr, kv = project_front(u, params, c, p, options)
+        qr, front = project_front(u, params, c, p, options)
     with jax.named_scope("window_store"):
-        pools.window[layer.index] = store_window(
-            pools.window[layer.index], rope.rotate(kv, cos, sin), plan.row_slots, plan.positions.reshape(-1)
-        )
+        pools.window[layer.index] = store_window(pools.window[layer.index], front, params, cos, sin, plan.row_slots,
+                                                 plan.positions.reshape(-1), c, options)  # fmt: skip
     if layer.owns_kv:
         i = layer.index
         pools.global_kv[i], pools.index[i], pending = produce(
-            u, params, pools.global_kv[i], pools.index[i], pools.pending.get(i), plan, ratio, c, p
+            u, params, pools.global_kv[i], pools.index[i], pools.pending.get(i), plan, ratio, c, options
         )
         if pending is not None:
             pools.pending[i] = pending

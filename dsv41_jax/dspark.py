@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax import hyper, rope
-from dsv41_jax.attention import output_projection, project_front, window_kv
-from dsv41_jax.cache import State, store_window
+from dsv41_jax.attention import output_projection, project_front, project_window, store_window
+from dsv41_jax.cache import State
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import fp8_linear, matmul, rms_norm
 from dsv41_jax.model import Network, block, head, initial_streams
@@ -42,8 +42,8 @@ def commit(
         cos, sin = rope.tables(rope.frequencies(c, False), jnp.maximum(positions, 0))
         rings = []
         for ring, stage in zip(state.draft_window, params.draft.stages, strict=True):
-            kv = window_kv(main, stage.attn, cos, sin, c, p, net.options)
-            rings.append(store_window(ring, kv, row_slots, positions))
+            front = project_window(main, stage.attn, c, p, net.options)
+            rings.append(store_window(ring, front, stage.attn, cos, sin, row_slots, positions, c, net.options))
         return dataclasses.replace(state, draft_window=tuple(rings))
 
 
@@ -93,8 +93,8 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
     flat_cos, flat_sin = cos.reshape(b * n, -1), sin.reshape(b * n, -1)
 
     def attend(u):
-        qr, kv = project_front(u, params, c, p, net.options)
-        rings[i] = store_window(rings[i], rope.rotate(kv, flat_cos, flat_sin), row_slots, positions.reshape(-1))
+        qr, front = project_front(u, params, c, p, net.options)
+        rings[i] = store_window(rings[i], front, params, flat_cos, flat_sin, row_slots, positions.reshape(-1), c, net.options)
         q = fp8_linear(qr, params.qb, p, net.options).reshape(b, n, c.num_attention_heads, c.head_dim)
         o = sparse_attention(
             q, rings[i], slots, positions, None, None, params.sink[...], cos, sin,

@@ -12,6 +12,7 @@ from pallas_kernels.candidate_blocks import api as candidate_blocks
 from pallas_kernels.expert_plan import api as expert_plan
 from pallas_kernels.experts import api as experts
 from pallas_kernels.fp8_round_trip import api as fp8_round_trip
+from pallas_kernels.global_producer import api as global_producer
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
 from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.index_score import api as index_score
@@ -19,6 +20,7 @@ from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
 from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_plan import api as sparse_plan
+from pallas_kernels.window_store import api as window_store
 
 
 def _bf16(*shape):
@@ -63,6 +65,8 @@ def explain_operators(
             *shapes.experts()[1:3], 0, local=c.n_routed_experts // ranks, tile_rows=32, arch=arch),
         "experts": lambda: experts.explain(*shapes.experts(), swiglu_limit=c.swiglu_limit, arch=arch),
         "fp8_round_trip": lambda: fp8_round_trip.explain(_bf16(shapes.rows, c.hidden_size), arch=arch),
+        "global_producer": lambda: _least(
+            global_producer.explain(*a, eps=c.rms_norm_eps, arch=arch) for a in shapes.producers()),
         "hyper_coefficients": lambda: hyper_coefficients.explain(
             _f32(shapes.rows, 3 * c.hc_mult * (2 + c.hc_mult)), _f32(shapes.rows), _f32(3),
             _f32(c.hc_mult * (2 + c.hc_mult)), streams=c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, arch=arch),
@@ -84,6 +88,8 @@ def explain_operators(
         "sparse_plan": lambda: sparse_plan.explain(
             _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows), key_count=shapes.capacity,
             k=c.candidate_topk_blocks, count=_i32(shapes.rows), block_size=c.candidate_block_size, arch=arch),
+        "window_store": lambda: window_store.explain(
+            *shapes.window(), first=c.q_lora_rank, eps=c.rms_norm_eps, arch=arch),
     }  # fmt: skip
     return {op: _explain(op, call, options) for op, call in auto.items()}
 
@@ -143,3 +149,20 @@ class _Shapes:
                 _u8(self.batch, g.ring(c), codecs.window_record_bytes(d)), _i32(self.batch), _i32(self.batch, self.span),
                 _u8(g.pages, g.page_tokens, codecs.global_record_bytes(d)), _i32(self.batch, self.span, c.index_topk),
                 _f32(c.num_attention_heads), angles, angles)  # fmt: skip
+
+    def window(self):
+        c, d = self.c, self.c.head_dim
+        angles, row = _f32(self.rows, c.qk_rope_head_dim // 2), _i32(self.rows)
+        ring = _u8(self.batch, self.geometry.ring(c), codecs.window_record_bytes(d))
+        return ring, _bf16(self.rows, c.q_lora_rank + d), _bf16(d), angles, angles, row, row
+
+    def producers(self):
+        """The arguments of the producer, once for each ratio."""
+        c, g, d, j, t = self.c, self.geometry, self.c.head_dim, self.c.index_head_dim, self.rows
+        angles, row, request = _f32(t, c.qk_rope_head_dim // 2), _i32(t), _i32(self.batch)
+        for ratio in sorted({s.ratio for s in c.layers if s.owns_kv}):
+            entries = g.page_tokens // ratio
+            pools = _u8(g.pages, entries, codecs.global_record_bytes(d)), _u8(g.pages, entries * codecs.index_record_bytes(j))
+            pairs = _f32(self.batch, g.pending_ring(c), 2, d), _f32(t, d), _f32(t, d)
+            yield (*pools, *(pairs if ratio == 2 else (None, _bf16(t, d), None)), _bf16(d), _bf16(j, d), _bf16(j), angles,
+                   angles, row, row, request, request, row, row, jax.ShapeDtypeStruct((t,), jnp.bool_))  # fmt: skip

@@ -11,37 +11,8 @@ from dsv41_jax.precision import Precision
 from pallas_kernels import codecs, registry
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul
 from pallas_kernels.fp8_round_trip.api import fp8_round_trip
-from pallas_kernels.row_tiles import in_row_tiles
-
-HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def rms_norm(
-    x,  # [T, D] any float
-    weight,  # bf16[D] or f32[D]
-    eps: float,
-):
-    """x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded once to x's dtype."""
-
-    def norm(x):
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
-        return codecs.rounded(y * weight.astype(jnp.float32), x.dtype)
-
-    return in_row_tiles(norm, x)
-
-
-def matmul(
-    x,  # dtype[T, I]
-    weight,  # [O, I]
-    out_dtype=None,
-):
-    """[T, O]: x @ weight^T accumulated in fp32, rounded to out_dtype (x's dtype by default). fp32 operands never run as
-    TF32."""
-    weight = weight.astype(x.dtype)
-    y = in_row_tiles(lambda x: jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=HIGHEST,
-                                                   preferred_element_type=jnp.float32), x)  # fmt: skip
-    return codecs.rounded(y, out_dtype or x.dtype)
+from pallas_kernels.row_ops import matmul
+from pallas_kernels.row_ops import rms_norm as rms_norm
 
 
 def split_matmul(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax.config import ModelConfig
-from pallas_kernels import codecs
+from pallas_kernels.row_ops import rotate as rotate
 from pallas_kernels.row_tiles import in_row_tiles
 
 
@@ -40,20 +40,3 @@ def tables(
 
     shape = (*positions.shape, len(freqs))
     return tuple(x.reshape(shape) for x in in_row_tiles(turn, positions.reshape(-1)))
-
-
-def rotate(
-    x,  # dtype[T, ..., D]
-    cos,  # f32[T, ..., R/2], broadcast over the middle axes of x
-    sin,  # f32[T, ..., R/2]
-):
-    """dtype[T, ..., D]: the last R channels rotated as (re, im) pairs in fp32, rounded once."""
-    return in_row_tiles(_rotate, x, cos, sin)
-
-
-def _rotate(x, cos, sin):
-    r = 2 * cos.shape[-1]
-    head, tail = x[..., :-r], x[..., -r:].astype(jnp.float32)
-    re, im = tail[..., 0::2], tail[..., 1::2]
-    out = jnp.stack([re * cos - im * sin, re * sin + im * cos], -1).reshape(tail.shape)
-    return jnp.concatenate([head, codecs.rounded(out, x.dtype)], -1)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from bench import operators
@@ -9,7 +10,7 @@ from dsv41_jax.options import OPERATORS
 
 
 def test_every_operator_of_the_step_has_a_benchmark():
-    known = {o.function or o.name for o in operators.OPERATORS}
+    known = {name for o in operators.OPERATORS for name in (o.name, o.function)}
     assert set(OPERATORS) - known == {"experts"}  # bench.experts: one set of weights is 1.8 GB
 
 
@@ -26,6 +27,26 @@ def test_one_operator_runs_and_writes_its_floor(tmp_path):
         max(record["bytes"] / got["peaks"]["copy_gbps"] * 1e-3, record["flops"] / got["peaks"]["bf16_tflops"] * 1e-6), rel=1e-2
     )
     assert {"device", "versions", "commit", "utc"} <= set(got)
+
+
+def test_pools_are_updated_in_place(tmp_path):
+    path = tmp_path / "operators.json"
+    operators.main(["global_producer", "--spec", "tiny_r1", "--min-rows", "1", "--out", str(path)])
+    (record,) = json.loads(path.read_text())["results"]  # the kernels do not take a CPU
+    assert record["implementation"] == "reference" and record["equals_definition"]
+    row = 2 * 64 + 4 * 16 + 17 + 36 + 17  # value, angles, targets, its entry and its key
+    assert record["bytes"] == 15 * row + 2 * (32 * 64 + 64 + 32)
+
+
+def test_agreement_of_pools_counts_what_changed():
+    before, want = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    want[:100] = 7
+    got = want.copy()
+    got[3] = 6
+    assert operators.agrees_in_place((got,), (want,), (before,), 0.01)
+    assert not operators.agrees_in_place((got,), (want,), (before,), 0.009)
+    got[-1] = 1
+    assert not operators.agrees_in_place(got, want, before, 0.01)
 
 
 def test_unknown_operator_is_refused(capsys):

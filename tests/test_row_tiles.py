@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41_jax import compressor, hyper, linear, rope
+from dsv41_jax import hyper, linear, rope
 from dsv41_jax.sampling import SamplingParams, pack_sampling, target_log_probs
 from pallas_kernels.experts.api import experts
+from pallas_kernels.global_producer import reference as producer
 from pallas_kernels.hyper_coefficients.api import hyper_coefficients
 from pallas_kernels.hyper_enter.api import hyper_enter
 from pallas_kernels.index_score.api import index_score
@@ -68,7 +69,7 @@ OPERATIONS = {
         lambda x, r: hyper_coefficients(x, r, normal(3, 3), normal(4, 24), streams=4, iterations=4, eps=1e-6, impl="reference"),
         [normal(1, T, 72), jnp.abs(normal(2, T))],
     ),
-    "pooling": (lambda v, g, p: compressor.pool_pairs(v[:, None], g[:, None], p),
+    "pooling": (lambda v, g, p: producer.pool_pairs(v[:, None], g[:, None], p),
                 [normal(1, T, H), normal(2, T, H), normal(3, T, 2, H)]),
     "router": (lambda x: router(x, bf16(0, 32, H), normal(2, 32), k=6, impl="reference"), [bf16(1, T, H)]),
     "experts": (lambda x, i, w: experts(x, i, w, *EXPERT, impl="reference"),
