@@ -1,14 +1,13 @@
 """Sparse attention in Pallas on Triton, for Blackwell's tensor cores: records are read and decoded once, for both products.
 
 One program owns a query row: its N heads are the rows of the products, its keys come in tiles of TILE, window first. A
-tile's bytes are gathered ahead of time (Triton pipelines the loads), decoded to bf16 in registers and stored to shared
+tile's words are gathered ahead of time (Triton pipelines the loads), decoded to bf16 in registers and stored to shared
 memory once, where it is K of one product and V of the next, under an online softmax. The S rows of a request read the
-same ring (70 KB at 512 channels) and do so out of the L2 cache. On Hopper the same code runs with wgmma: good for
-checking, `hopper` is the faster kernel there.
+same ring (70 KB at 512 channels) and do so out of the L2 cache. On Hopper the same code becomes wgmma, for checking.
 
-The query is rotated into the row's place in the output and read back, because a product takes its left operand from
-shared memory only if it was loaded as it is; the epilogue passes through the same place, so that only the rotary
-channels, not the accumulators, are taken apart into pairs.
+The query is rotated into the row's place in the output and read back: Hopper's product would keep a computed left operand
+in registers, all 128 of them. The epilogue passes through the same place, so that only the rotary channels, not the
+accumulators, are taken apart into pairs.
 """
 
 import functools
@@ -21,15 +20,12 @@ from pallas_kernels.codecs import GROUP, NV_GROUP, cdiv, e8m0_to_f32
 from pallas_kernels.sparse_attention.reference import EMPTY_MAX, window_bounds
 
 ARCHES = ("sm_100", "sm_103")  # for `auto`; by name it runs on sm_90 too
-TILE = 64  # keys: 64 KiB of bf16 beside the query's 64 KiB and two tiles of bytes
+TILE = 64  # keys: 64 KiB of bf16 beside the query's 64 KiB and two tiles of records
 WARPS = 8
-STAGES = 3  # a tile's bytes are requested one tile ahead
+STAGES = 3  # a tile's words are requested one tile ahead
 LOG2E = 1.4426950408889634
+WORD = 4  # bytes
 E2M1_IN_E4M3 = 64.0  # an e2m1 code in the bits of an e4m3 one (exponent and mantissa aligned) is this much too small
-
-# e2m1 codes of a byte as e4m3 bytes: terms (shift left, mask) that are or-ed
-LOW_NIBBLE = ((2, 0x1C), (4, 0x80))
-HIGH_NIBBLE = ((-2, 0x1C), (0, 0x80))
 
 
 def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, **options):
@@ -44,8 +40,6 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
         return f"{heads} heads of {dim} channels, the kernel is for 64 of 512"
     if (pairs := cos.shape[-1]) & (pairs - 1):
         return f"{pairs} rotary pairs, the kernel wants a power of two"
-    if any(2**31 < pool.size <= 2**32 for pool in (window_pool, global_pool) if pool is not None):
-        return "a pool of 2 to 4 GiB: Pallas counts its bytes in 32 bits, with a sign"
     return None
 
 
@@ -53,8 +47,11 @@ def _iota(shape, axis):
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
+_shifted = jax.lax.shift_right_logical
+
+
 def _load(ref, rows, live, first: int, width: int):
-    """Bytes first..first+width-1 of rows i32[TILE] of u8[n, record] -> u8[TILE, width], 0 where not `live`."""
+    """Words first..first+width-1 of rows i32[TILE] of i32[n, record] -> i32[TILE, width], 0 where not `live`."""
     from jax.experimental.pallas import triton as plt
 
     shape = rows.shape[0], width
@@ -62,46 +59,41 @@ def _load(ref, rows, live, first: int, width: int):
     return plt.load(ref.at[at], mask=jnp.broadcast_to(live[:, None], shape), other=0)
 
 
-def spread_assembly(terms) -> str:
-    """PTX that applies the (shift left, mask) terms to each byte of a word."""
-    lines = []
-    for i, (shift, mask) in enumerate(terms):
-        kind, by = ("shl", shift) if shift >= 0 else ("shr", -shift)
-        lines += [f"{kind}.b32 t{i}, $1, {by};", f"and.b32 t{i}, t{i}, {mask * 0x01010101:#010x};"]
-    return "{ .reg .b32 t0, t1; " + " ".join(lines) + " or.b32 $0, t0, t1; }"
+def _bytes(words):
+    """i32[n, m] -> i8[n, 4m] in memory order."""
+    b = [_shifted(words, 8 * i).astype(jnp.int8) for i in range(WORD)]
+    pairs = jnp.stack([jnp.stack([b[0], b[2]], -1), jnp.stack([b[1], b[3]], -1)], -1)
+    return pairs.reshape(words.shape[0], -1)
 
 
-def _spread(packed, terms, compiled: bool):
-    """The (shift left, mask) terms of each byte, or-ed: four bytes at a time where Triton would take them one by one."""
-    if compiled:
-        from jax.experimental.pallas import triton as plt
-
-        out = jax.ShapeDtypeStruct(packed.shape, jnp.int8)  # the lowering knows no unsigned results here
-        return plt.elementwise_inline_asm(
-            spread_assembly(terms), args=[packed], constraints="=r,r", pack=4, result_shape_dtypes=[out]
-        )[0]
-    (a, b), (c, d) = [((packed << s if s >= 0 else packed >> -s), jnp.uint8(m)) for s, m in terms]
-    return (a & b) | (c & d)
+def _e4m3_words(packed):
+    """Words i32[n, m] of eight e2m1 codes -> i32[n, 2m] of four e4m3 codes, their values a factor of 64 too small."""
+    sign = jnp.int32(-0x7F7F7F80)  # 0x80808080
+    low = ((packed << 2) & 0x1C1C1C1C) | ((packed << 4) & sign)  # the low nibble of each byte, then the high one
+    high = (_shifted(packed, 2) & 0x1C1C1C1C) | (packed & sign)
+    even = (low & 0x00FF00FF) | ((high & 0x00FF00FF) << 8)  # codes 0 1 4 5, then 2 3 6 7
+    odd = (_shifted(low, 8) & 0x00FF00FF) | (high & ~0x00FF00FF)
+    first, second = (even & 0xFFFF) | (odd << 16), _shifted(even, 16) | (odd & ~0xFFFF)
+    return jnp.stack([first, second], -1).reshape(packed.shape[0], -1)
 
 
 def _e4m3(code):
-    """bytes -> f32 of the same shape"""
+    """i8 codes -> f32 of the same shape"""
     return jax.lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def decode_window(payload, scale):
-    """u8[TILE, D] e4m3, u8[TILE, D/32] e8m0 -> bf16[TILE, D], exact."""
-    value = _e4m3(payload.reshape(payload.shape[0], -1, GROUP)) * e8m0_to_f32(scale)[:, :, None]
-    return value.astype(jnp.bfloat16).reshape(payload.shape)
+def decode_window(payload, scales):
+    """Words i32[TILE, D/4] of e4m3, i32[TILE, D/128] of e8m0 -> bf16[TILE, D], exact."""
+    scale = e8m0_to_f32(jax.lax.bitcast_convert_type(_bytes(scales), jnp.uint8))
+    value = _e4m3(_bytes(payload).reshape(*scale.shape, GROUP)) * scale[:, :, None]
+    return value.astype(jnp.bfloat16).reshape(payload.shape[0], -1)
 
 
-def decode_global(payload, scale, compiled: bool = False):
-    """u8[TILE, D/2] e2m1 pairs, u8[TILE, D/16] e4m3 -> bf16[TILE, D], exact."""
-    n, half = payload.shape
-    nibbles = [_spread(payload, terms, compiled) for terms in (LOW_NIBBLE, HIGH_NIBBLE)]
-    code = jnp.stack(nibbles, -1).reshape(n, -1, NV_GROUP)
-    value = _e4m3(code) * (_e4m3(scale) * E2M1_IN_E4M3)[:, :, None]
-    return value.astype(jnp.bfloat16).reshape(n, 2 * half)
+def decode_global(payload, scales):
+    """Words i32[TILE, D/8] of e2m1, i32[TILE, D/64] of e4m3 -> bf16[TILE, D], exact."""
+    scale = _e4m3(_bytes(scales)) * E2M1_IN_E4M3
+    value = _e4m3(_bytes(_e4m3_words(payload)).reshape(*scale.shape, NV_GROUP)) * scale[:, :, None]
+    return value.astype(jnp.bfloat16).reshape(payload.shape[0], -1)
 
 
 def _rotated(x, cos, sin):
@@ -129,8 +121,8 @@ def _body(
     span: int, ring: int, n_slots: int, window: int, entries: int, selected: int, scale: float, rotate: bool,
     bounded: bool, tile: int, compiled: bool,
 ):  # fmt: skip
-    """q, out bf16[N, D] of one row; all else whole: records u8[n_slots * R, D + D/32] and u8[P * E, D/2 + D/16], positions
-    and bounds (read if `bounded`) i32[T], chosen i32[T, K], cos and sin f32[T, r]."""
+    """q, out bf16[N, D] of one row; all else whole: records in words i32[n_slots * R, (D + D/32) / 4] and
+    i32[P * E, (D/2 + D/16) / 4], positions and bounds (read if `bounded`) i32[T], chosen i32[T, K], cos and sin f32[T, r]."""
     from jax.experimental.pallas import triton as plt
 
     t = pl.program_id(0)
@@ -162,7 +154,8 @@ def _body(
         live = position < last
         rows = base + jax.lax.rem(position, ring)
         load = lambda *part: _load(ring_rows, rows, live, *part)
-        return attend(decode_window, load(0, dim), load(dim, dim // GROUP), live, carry)
+        words = dim // WORD
+        return attend(decode_window, load(0, words), load(words, words // GROUP), live, carry)
 
     def indices(n):
         k = n * tile + column
@@ -173,8 +166,8 @@ def _body(
         live = (index >= 0) & (index < entries)
         rows = jnp.where(live, index, 0)
         load = lambda *part: _load(entry_rows, rows, live, *part)
-        decode = functools.partial(decode_global, compiled=compiled)
-        carry = attend(decode, load(0, dim // 2), load(dim // 2, dim // NV_GROUP), live, carry)
+        words = dim // 2 // WORD
+        carry = attend(decode_global, load(0, words), load(words, dim // NV_GROUP // WORD), live, carry)
         return *carry, indices(n + 1)
 
     empty = jnp.full((heads,), EMPTY_MAX, jnp.float32), jnp.zeros((heads,), jnp.float32), jnp.zeros((heads, dim), jnp.float32)
@@ -199,8 +192,8 @@ def sparse_attention(
     window, scale, window_start=None, window_end=None, rotate_query=False,
     interpret=False, tile=TILE, warps=WARPS, stages=STAGES,
 ):  # fmt: skip
-    """The operator (api.py has its contract) for bf16 q and packed pools; interpreted, N, D and r are any powers of two
-    that the formats allow. tile: keys a step, a power of two."""
+    """The operator (api.py has its contract) for bf16 q and packed pools; interpreted, N, D >= 128 and r are any powers of
+    two. tile: keys a step, a power of two."""
     from jax.experimental.pallas import triton as plt
 
     batch, span, heads, dim = q.shape
@@ -214,7 +207,12 @@ def sparse_attention(
     else:
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
     by_row = lambda x: x.reshape(rows, *x.shape[2:])
-    records = lambda pool: pool.reshape(-1, pool.shape[2])
+
+    def records(pool):
+        """In words, which XLA takes for the same memory: wider loads and four codes to an operation."""
+        words = pool.reshape(-1, pool.shape[2] // WORD, WORD)
+        return jax.lax.bitcast_convert_type(words, jnp.int32)
+
     arrays = (
         by_row(q), records(window_pool), slots, by_row(positions), by_row(start), by_row(end),
         records(global_pool), global_slots.reshape(rows, -1), sink, by_row(cos), by_row(sin),
