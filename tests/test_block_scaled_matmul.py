@@ -11,9 +11,11 @@ import pytest
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, explain, hopper
 from pallas_kernels.block_scaled_matmul.specs import FULL, TINY, MatmulSpec
 from pallas_kernels.codecs import dequantize_fp8, quantize_fp8
-from tests import deviceless
+from tests import deviceless, triton_interpreter
 
+BLACKWELL = "pallas_kernels.block_scaled_matmul.blackwell:block_scaled_matmul"
 FACTORY = "pallas_kernels.block_scaled_matmul.specs:deviceless_case"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def np_weight(w, s):
@@ -159,6 +161,54 @@ def test_tiles_of_the_verify_step():
         "front": (192, 128), "qb_index": (192, 192), "qb": (192, 128), "wo_a": (192, 128), "wo_b": (128, 128),
         "shared_w13": (128, 128), "shared_w2": (128, 128), "main_proj": (128, 128),
     }  # fmt: skip
+
+
+# --- interpreted ------------------------------------------------------------------------------------------------------
+
+INTERPRETED = (
+    MatmulSpec("ragged", 130, 256, 72),  # two rows in the second tile, outputs that fill neither a tile nor a scale
+    MatmulSpec("one_row", 1, 384, 160),
+)
+
+
+def bf16_bits(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """{(spec, what): output of the Triton kernel}, all from one child process."""
+    cases = {}
+    for spec in INTERPRETED:
+        x, w, s = map(np.asarray, spec.make_inputs(31))
+        static = dict(groups=spec.groups, quantised=spec.quantised)
+        add = lambda what, x, **more: cases.update({(spec.name, what): (dict(x=x, w=w, s=s), static | more)})
+        add("wide", x, out_dtype=np.float32)
+        add("whole", x)
+        if spec.rows > 3:
+            dirty = x.copy()
+            dirty[3] = np.nan
+            add("dirty", dirty)
+            add("part", x[-3:])
+    outputs = triton_interpreter.run([(BLACKWELL, *case) for case in cases.values()])
+    return dict(zip(cases, outputs, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("spec", INTERPRETED, ids=lambda s: s.name)
+def test_interpreted_kernel_equals_the_definition(interpreted, spec):
+    wide = interpreted[spec.name, "wide"]
+    assert relative(wide, np_product(*spec.make_inputs(31), spec.groups)) < 1e-5
+    np.testing.assert_array_equal(bf16_bits(interpreted[spec.name, "whole"]), bf16_bits(wide))
+
+
+@needs_triton
+@pytest.mark.parametrize("spec", [s for s in INTERPRETED if s.rows > 3], ids=lambda s: s.name)
+def test_interpreted_rows_do_not_depend_on_the_batch(interpreted, spec):
+    whole, dirty, part = (bf16_bits(interpreted[spec.name, what]) for what in ("whole", "dirty", "part"))
+    rest = np.arange(spec.rows) != 3
+    np.testing.assert_array_equal(dirty[rest], whole[rest])
+    np.testing.assert_array_equal(part, whole[-3:])
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

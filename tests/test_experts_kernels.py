@@ -1,4 +1,4 @@
-"""The experts kernels on a GPU against the definition, and their deviceless compiles."""
+"""The experts kernels interpreted and on a GPU against the definition, and their deviceless compiles."""
 
 import functools
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.experts import experts, shuffle_weights
 from pallas_kernels.experts.specs import ExpertsSpec
-from tests import deviceless
+from tests import deviceless, triton_interpreter
 
 # Multiples of the kernels' tiles, small enough to make weights for in a test.
 SMALL = (
@@ -21,6 +21,52 @@ SMALL = (
     ExpertsSpec("many_rows", 200, 512, 256, 4, 3),
 )
 FACTORY = "pallas_kernels.experts.specs:deviceless_case"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+
+# One tile of channels and of outputs, so that what is left is where rows fall.
+INTERPRETED = (
+    ExpertsSpec("tiny_empty", 3, 128, 128, 9, 2),  # three experts at least have no row, none fills a tile
+    ExpertsSpec("tiny_one_row", 1, 256, 128, 4, 3),
+    ExpertsSpec("tiny_two_tiles", 131, 128, 256, 3, 1, "one"),
+    ExpertsSpec("tiny_foreign", 20, 128, 128, 3, 3, "skewed", total=12, first=4),
+)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """{spec or what: output of the Triton kernels}, all from one child process."""
+    names = "x", "ids", "weights", "w13", "s13", "w2", "s2"
+    arrays = {s.name: dict(zip(names, map(np.asarray, s.make_inputs(23)), strict=True)) for s in INTERPRETED}
+    cases = {s.name: (arrays[s.name], dict(first_expert=s.first)) for s in INTERPRETED}
+    few = arrays["tiny_empty"]
+    cases["part"] = few | {name: few[name][2:] for name in ("x", "ids", "weights")}, {}
+    cases["none_here"] = few | dict(ids=few["ids"] + 9), {}
+    dirty = few["x"].copy()
+    dirty[1] = np.nan
+    cases["dirty"] = few | dict(x=dirty), {}
+    outputs = triton_interpreter.run([("pallas_kernels.experts.blackwell:experts", *case) for case in cases.values()])
+    return dict(zip(cases, outputs, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("spec", INTERPRETED, ids=lambda s: s.name)
+def test_interpreted_kernels_equal_the_definition(interpreted, spec):
+    reference = jax.jit(functools.partial(experts, first_expert=spec.first, impl="reference"))
+    want = np.asarray(reference(*spec.make_inputs(23)), np.float64)
+    assert np.abs(want).max() > 0.1
+    # as on a GPU: a code of t moves where a bf16 value of g or v rounds the other way
+    assert np.linalg.norm(interpreted[spec.name] - want) < 0.02 * np.linalg.norm(want)
+
+
+@needs_triton
+def test_interpreted_rows_do_not_depend_on_the_batch(interpreted):
+    whole = interpreted["tiny_empty"]
+    np.testing.assert_array_equal(interpreted["part"], whole[2:])
+    rest = np.arange(3) != 1
+    np.testing.assert_array_equal(interpreted["dirty"][rest], whole[rest])
+    np.testing.assert_array_equal(interpreted["none_here"], np.zeros_like(whole))
 
 
 def implementations():

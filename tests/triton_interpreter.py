@@ -39,20 +39,22 @@ def run(cases: list[tuple[str, dict, dict]], timeout: float = 120.0) -> list:
 
 
 def _dot_scaled(semantic, a, a_scale, a_format, b, b_scale, b_format, acc, fast, a_packed, b_packed, out_dtype):
-    """tl.dot_scaled of e2m1 operands packed along the channels, b given as [K/2, N]."""
+    """tl.dot_scaled of e4m3 operands and of e2m1 ones packed along the channels; b is given as [K, N] or [K/2, N]."""
     import ml_dtypes
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    def values(packed, scale):
-        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1).astype(np.uint8)
+    def values(codes, scale, kind):
+        if kind == "e2m1":
+            codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+        codes = np.ascontiguousarray(codes).view({"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn}[kind])
         scale = 2.0 ** (scale.astype(np.float64) - 127)
-        return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) * np.repeat(scale, 32, 1)
+        return codes.astype(np.float64) * np.repeat(scale, 32, 1)
 
     a, b, a_scale, b_scale, start = (x.handle.data for x in (a, b, a_scale, b_scale, acc))
-    assert a_format == b_format == "e2m1" and a_packed and b_packed and a.dtype == b.dtype == np.uint8
-    dot = values(a, a_scale) @ values(b.T, b_scale).T + start
+    assert a_packed and b_packed and a.dtype == b.dtype == np.uint8
+    dot = values(a, a_scale, a_format) @ values(b.T, b_scale, b_format).T + start
     return tl.tensor(TensorHandle(dot.astype(np.float32), tl.float32), acc.type)
 
 
@@ -118,28 +120,33 @@ def _inline_asm(builder, text, constraints, values, types, pure, pack):
 
 
 def _triton_call(*arrays, kernel, out_shape, grid, num_warps, num_stages, compute_capability=None, **constants):
-    """jax_triton.triton_call on numpy arrays. The output starts as NaN: what a kernel leaves unwritten shows."""
-    import jax.numpy as jnp
+    """jax_triton.triton_call on the host. The output starts as NaN: what a kernel leaves unwritten shows."""
+    import jax
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
     names = {"uint8": tl.uint8, "int32": tl.int32, "bfloat16": tl.bfloat16, "float32": tl.float32}
-    held = [np.ascontiguousarray(x) for x in arrays] + [np.full(out_shape.shape, np.nan, out_shape.dtype)]
 
     def pointer(x):
         kind = tl.pointer_type(names[x.dtype.name])
         return tl.tensor(TensorHandle(np.array([x.ctypes.data], np.uint64), kind), kind)
 
-    kernel[tuple(grid)](*map(pointer, held), **constants)
-    return jnp.asarray(held[-1])
+    def launch(*arrays):
+        held = [np.ascontiguousarray(x) for x in arrays] + [np.full(out_shape.shape, np.nan, out_shape.dtype)]
+        kernel[tuple(grid)](*map(pointer, held), **constants)
+        return held[-1]
+
+    return jax.pure_callback(launch, out_shape, *arrays)
 
 
 def _child(path: pathlib.Path) -> None:
+    import functools
     import importlib
     import importlib.machinery
     import types
 
+    import jax
     import ml_dtypes
     import numpy as np
     from triton.runtime import interpreter
@@ -173,10 +180,12 @@ def _child(path: pathlib.Path) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # numpy >= 2.4 wants this spelling
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # callbacks may wait for threads that wait for them
     outputs = []
     for function, arrays, options in pickle.loads(path.read_bytes()):
         module, _, name = function.partition(":")
-        outputs.append(np.asarray(getattr(importlib.import_module(module), name)(**arrays, **options)))
+        launcher = functools.partial(getattr(importlib.import_module(module), name), **options)
+        outputs.append(np.asarray(jax.jit(launcher)(**arrays)))  # one program: a third of a second, not a hundred small ones
     path.write_bytes(pickle.dumps(outputs))
 
 
