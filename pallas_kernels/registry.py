@@ -59,6 +59,11 @@ def current_capability() -> int | None:
     return None if arch == CPU else int(arch.removeprefix("sm_").rstrip("a"))
 
 
+def arch_of(capability: int | None) -> str:
+    """"sm_90", "sm_100", ... of a compute capability times ten; "cpu" of None."""
+    return CPU if capability is None else f"sm_{capability}"
+
+
 def resolve(
     op: str, implementations: Sequence[Implementation], impl: str, arch: str | None, *args, **kwargs
 ) -> tuple[Implementation, dict[str, str]]:

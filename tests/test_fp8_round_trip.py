@@ -1,10 +1,10 @@
-"""FP8 round trip: the kernel has the definition's bits; the definition is tested with the codecs."""
+"""FP8 round trip and quantisation: the kernels have the definitions' bits; those are tested with the codecs."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fp8_round_trip import explain, fp8_round_trip, one_pass, reference
+from pallas_kernels.fp8_round_trip import explain, fp8_round_trip, one_pass, quantise, reference
 from pallas_kernels.fp8_round_trip.specs import SPECS
 from tests import deviceless
 
@@ -13,10 +13,32 @@ def same_bits(got, want):
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
 
 
+def same_bytes(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype == np.uint8
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+def some_rows(spec):
+    """Rows in any order, some often and some never; more than x has."""
+    return jnp.asarray(np.random.default_rng(9).integers(0, spec.rows, spec.rows + 5), jnp.int32)
+
+
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.rows * s.channels < 1 << 20], ids=lambda s: s.name)
 def test_equals_the_definition(spec):
     (x,) = spec.make_inputs(3)
     same_bits(one_pass.fp8_round_trip(x, interpret=True), reference.fp8_round_trip(x))
+    same_bytes(one_pass.quantise(x, interpret=True), reference.quantise(x))
+
+
+@pytest.mark.parametrize("spec", SPECS[:1], ids=lambda s: s.name)
+def test_quantises_chosen_rows(spec):
+    (x,) = spec.make_inputs(4)
+    rows = some_rows(spec)
+    got = one_pass.quantise(x, rows, interpret=True)
+    same_bytes(got, reference.quantise(x, rows))
+    same_bytes(got, reference.quantise(x[rows]))
+    same_bytes(quantise(x, rows), got)
 
 
 def test_every_bf16_of_a_group_with_a_fixed_largest():
@@ -26,6 +48,8 @@ def test_every_bf16_of_a_group_with_a_fixed_largest():
     x[:, :31].flat[: len(values)] = values
     x = jnp.asarray(np.where(np.arange(32) % 2, -x, x))
     same_bits(one_pass.fp8_round_trip(x, interpret=True), reference.fp8_round_trip(x))
+    same_bytes(got := one_pass.quantise(x, interpret=True), reference.quantise(x))
+    assert set(np.unique(got[0]).tolist()) == set(range(256)) - {0x7F, 0xFF}, "every finite code"
 
 
 def test_falls_back_with_a_reason():
@@ -34,15 +58,19 @@ def test_falls_back_with_a_reason():
     assert "float32" in explain(x.astype(jnp.float32), arch="sm_90")["one_pass"]
     with pytest.raises(ValueError, match="multiple of 32"):
         fp8_round_trip(x[:, :33])
+    with pytest.raises(ValueError, match=r"rows i32 \[R\]"):
+        quantise(x, jnp.zeros((2, 2), jnp.int32))
 
 
 @pytest.mark.deviceless
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_one_kernel_without_spills(target):
-    compiled = deviceless.compile_for(target, "pallas_kernels.fp8_round_trip.specs:deviceless_case", "front")
-    kernel = compiled.matching("fp8_round_trip")
-    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0
+    cases = {"front": "fp8_round_trip", "front:quantise": "fp8_quantise", "front:gathered": "fp8_quantise"}
+    compiled = deviceless.compile_all(target, "pallas_kernels.fp8_round_trip.specs:deviceless_case", tuple(cases))
+    for case, name in cases.items():
+        assert [k.name for k in compiled[case].kernels] == [name], case
+        assert compiled[case].spill_bytes == 0, compiled[case].kernels
 
 
 @pytest.mark.gpu
@@ -50,3 +78,5 @@ def test_compiles_to_one_kernel_without_spills(target):
 def test_kernel_equals_definition_on_the_gpu(spec):
     (x,) = spec.make_inputs(5)
     same_bits(fp8_round_trip(x, impl="one_pass"), fp8_round_trip(x, impl="reference"))
+    for rows in (None, some_rows(spec)):
+        same_bytes(quantise(x, rows, impl="one_pass"), quantise(x, rows, impl="reference"))

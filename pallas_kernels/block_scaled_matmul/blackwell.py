@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import registry
-from ..codecs import cdiv, quantize_fp8
+from ..codecs import cdiv
+from ..fp8_round_trip.api import quantise
 
 ROWS = 128  # rows of a tile: the block-scaled instruction's M
 CHANNELS = 128
@@ -68,10 +69,6 @@ def refuses(x, w, s, *, groups=1, quantised=False, out_dtype=None):
     return None
 
 
-def _bytes(q):
-    return jax.lax.bitcast_convert_type(q, jnp.uint8)
-
-
 def block_scaled_matmul(
     x, w, s, *, groups=1, quantised=True, out_dtype=None, capability=None, columns=128, warps=8, stages=3
 ):  # fmt: skip
@@ -82,9 +79,9 @@ def block_scaled_matmul(
     (rows, inner), outputs = x.shape, w.shape[0]
     capability = capability or registry.current_capability()
     common = {} if capability is None else {"compute_capability": capability}
-    q, scale = quantize_fp8(x)
+    q, scale = quantise(x, arch=registry.arch_of(capability))
     return jax_triton.triton_call(
-        _bytes(q), scale, _bytes(w), s, kernel=_kernel(),
+        q, scale, jax.lax.bitcast_convert_type(w, jnp.uint8), s, kernel=_kernel(),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), out_dtype or x.dtype),
         grid=(cdiv(outputs, columns), cdiv(rows, ROWS)), M=rows, I=inner, R=outputs, BM=ROWS, BN=columns, BK=CHANNELS,
         num_warps=warps, num_stages=stages, **common,

@@ -1,7 +1,8 @@
 """Routed experts on Blackwell: Triton's block-scaled dot, FP8 rows times MXFP4 weights in the checkpoint's order.
 
 The tensor core takes both formats with their per-32 scales as they are, so nothing is decoded or re-expressed: only the
-order of fp32 sums differs from `reference`. One program computes a tile of sorted rows times a block of weight rows;
+order of fp32 sums differs from `reference`. Rows are quantised, x's on the way to their places, in one launch before
+each GEMM (fp8_round_trip). One program computes a tile of sorted rows times a block of weight rows;
 the first GEMM's program has the gate and the up rows of its block and ends in the clamped SwiGLU. On Hopper the same
 kernel runs with an emulated dot: good for checking, not for speed.
 """
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import registry
-from ..codecs import quantize_fp8
 from ..expert_plan import expert_plan
+from ..fp8_round_trip.api import quantise
 from . import layout, route
 
 ROWS = 128  # rows of a tile: the block-scaled instruction's M
@@ -99,10 +100,6 @@ def refuses(
     return None
 
 
-def _bytes(q):
-    return jax.lax.bitcast_convert_type(q, jnp.uint8)
-
-
 def experts(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
     experts_total=None, plan_impl="auto", capability=None, block=(128, 128), warps=8, stages=3,
@@ -119,15 +116,14 @@ def experts(
     common = dict(H=h, F=f, M=m, BM=ROWS, BN=block[0], BK=block[1], num_warps=warps, num_stages=stages)
     if capability := capability or registry.current_capability():
         common["compute_capability"] = capability
-    q, scale = quantize_fp8(x)
+    arch = registry.arch_of(capability)
     t = jax_triton.triton_call(
-        _bytes(q)[plan.token], scale[plan.token], w13, s13, plan.tiles, plan.weight, kernel=swiglu,
+        *quantise(x, plan.token, arch=arch), w13, s13, plan.tiles, plan.weight, kernel=swiglu,
         out_shape=jax.ShapeDtypeStruct((rows, f), jnp.bfloat16), grid=(f // block[0], m), LIMIT=float(swiglu_limit),
         **common,
     )  # fmt: skip
-    q, scale = quantize_fp8(t)
     y = jax_triton.triton_call(
-        _bytes(q), scale, w2, s2, plan.tiles, kernel=down,
+        *quantise(t, arch=arch), w2, s2, plan.tiles, kernel=down,
         out_shape=jax.ShapeDtypeStruct((rows, h), jnp.bfloat16), grid=(h // block[0], m), **common,
     )  # fmt: skip
     return route.combine(y, plan)

@@ -1,4 +1,5 @@
-"""fp8_round_trip: what is left of activations after FP8 with one scale per 32 channels (spec/model.md section 4)."""
+"""fp8_round_trip: what is left of activations after FP8 with one scale per 32 channels (spec/model.md section 4), and
+quantise, the FP8 form itself."""
 
 import jax.numpy as jnp
 
@@ -9,6 +10,11 @@ from . import one_pass, reference
 IMPLEMENTATIONS = (
     Implementation("one_pass", one_pass.fp8_round_trip, one_pass.ARCHES, one_pass.refuses),
     Implementation("reference", reference.fp8_round_trip),
+)
+
+QUANTISERS = (
+    Implementation("one_pass", one_pass.quantise, one_pass.ARCHES, one_pass.refuses),
+    Implementation("reference", reference.quantise),
 )
 
 
@@ -31,6 +37,24 @@ def fp8_round_trip(
     _validate(x)
     chosen, _ = resolve("fp8_round_trip", IMPLEMENTATIONS, impl, arch, x)
     return chosen.run(x)
+
+
+def quantise(
+    x,  # bf16|f32[T, I], finite
+    rows=None,  # i32[R], rows of x, each 0..T-1
+    *,
+    impl: str = "auto",
+    arch: str | None = None,
+):
+    """(e4m3 codes u8[T, I], e8m0 scales u8[T, I/32]): the bytes of `codecs.quantize_fp8(x)`; with `rows` those of
+    x[rows], [R, ...]. The same bits everywhere.
+
+    Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md section 4."""
+    _validate(x)
+    if rows is not None and (rows.ndim != 1 or rows.dtype != jnp.int32):
+        raise ValueError(f"quantise: expected rows i32 [R], got {rows.dtype} {rows.shape}")
+    chosen, _ = resolve("quantise", QUANTISERS, impl, arch, x, rows)
+    return chosen.run(x, rows)
 
 
 def explain(x, *, arch: str | None = None) -> dict[str, str]:

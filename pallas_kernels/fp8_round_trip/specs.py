@@ -47,8 +47,11 @@ BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
+    """"<spec>", "<spec>:quantise" or "<spec>:gathered" (7 times as many rows) -> (function, abstract arguments)."""
     from . import one_pass
 
+    name, _, what = name.partition(":")
     s = BY_NAME[name]
-    return one_pass.fp8_round_trip, (jax.ShapeDtypeStruct((s.rows, s.channels), jnp.bfloat16),)
+    x, rows = jax.ShapeDtypeStruct((s.rows, s.channels), jnp.bfloat16), jax.ShapeDtypeStruct((7 * s.rows,), jnp.int32)
+    arguments = {"": (x,), "quantise": (x,), "gathered": (x, rows)}[what]
+    return one_pass.quantise if what else one_pass.fp8_round_trip, arguments
