@@ -67,14 +67,15 @@ def propose(
         positions = jnp.where(live[:, None], position[:, None] + jnp.arange(n, dtype=jnp.int32), -1)
         row_slots = jnp.where(positions >= 0, slots[:, None], -1).reshape(-1)
         bounds = _context(state, position, slots, n, c)
-        streams, pre = initial_streams(params, tokens.reshape(-1), c, p)
+        at = initial_streams(params, tokens.reshape(-1), c, p)
         cos, sin = rope.tables(rope.frequencies(c, False), jnp.maximum(positions, 0))
         rings = list(state.draft_window)
+        following = [stage.hc_attn for stage in params.draft.stages[1:]] + [None]
         for i, stage in enumerate(params.draft.stages):
             with jax.named_scope(f"draft_stage{i}"):
                 attend = _stage_attention(rings, i, stage.attn, row_slots, positions, slots, bounds, cos, sin, net)
-                streams, pre = block(streams, pre, stage, attend, c.dspark_num_experts_per_tok, net)
-        x = hyper.collapse(streams, pre)
+                at = block(at, stage, attend, c.dspark_num_experts_per_tok, net, following[i])
+        x = hyper.collapse(at.streams, at.pre)
         base = head(params, rms_norm(x, params.draft.norm[...], c.rms_norm_eps)).reshape(b, n, -1)
         proposal = _markov(params, x.reshape(b, n, -1), base, anchor, choose)
         return dataclasses.replace(state, draft_window=tuple(rings)), proposal

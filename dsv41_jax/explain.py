@@ -15,6 +15,7 @@ from pallas_kernels.fp8_round_trip import api as fp8_round_trip
 from pallas_kernels.global_producer import api as global_producer
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
 from pallas_kernels.hyper_enter import api as hyper_enter
+from pallas_kernels.hyper_leave import api as hyper_leave
 from pallas_kernels.index_score import api as index_score
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
@@ -73,6 +74,7 @@ def explain_operators(
         "hyper_enter": lambda: hyper_enter.explain(
             _bf16(shapes.rows, c.hc_mult, c.hidden_size), _f32(shapes.rows, c.hc_mult), _bf16(c.hidden_size),
             eps=c.rms_norm_eps, arch=arch),
+        "hyper_leave": lambda: hyper_leave.explain(*shapes.site(), arch=arch),
         "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
         "index_score_blocks": lambda: index_score.explain_blocks(
             *shapes.index(), _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows),
@@ -115,6 +117,11 @@ class _Shapes:
         self.geometry = CacheGeometry(slots=batch, pages=1 + batch * -(-context // 128), span=self.span)
         self.columns = self.geometry.columns(context)
         self.capacity = self.columns * self.geometry.page_tokens
+
+    def site(self):
+        """The arguments of a site's exit."""
+        t, m, h = self.rows, self.c.hc_mult, self.c.hidden_size
+        return _bf16(t, m, h), _bf16(t, h), _f32(t, m), _f32(t, m, m), _f32(t, m), _f32(m * (2 + m), m * h)
 
     def products(self):
         """x, w, s and groups of every FP8 product."""

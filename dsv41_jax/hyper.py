@@ -1,32 +1,62 @@
 """Single-pass hyper-connections, mHC (spec/model.md section 3). Coefficients in fp32, streams in the activation dtype."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
-from dsv41_jax.linear import matmul, split_matmul
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import HyperSite
 from pallas_kernels import codecs
 from pallas_kernels.hyper_coefficients.api import hyper_coefficients
 from pallas_kernels.hyper_enter.api import hyper_enter
+from pallas_kernels.hyper_leave.api import Ahead, enter_next, hyper_leave
+from pallas_kernels.hyper_leave.reference import expand
 from pallas_kernels.row_tiles import in_row_tiles
 
 
-def enter(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """Between two sublayers. Whoever changes the streams makes a new one, with nothing ahead.
+
     streams,  # dtype[T, M, H]
-    pre,  # f32[T, M] from the sublayer before
+    pre,      # f32[T, M] from the sublayer before
+    ahead,    # what the sublayer before made for the entry of the next one, or None
+    """
+
+    streams: jax.Array
+    pre: jax.Array
+    ahead: Ahead | None = None
+
+
+def enter(
+    at: Residual,
+    norm,  # bf16[H]
+    site: HyperSite,
+    c: ModelConfig,
+    options: DecodeOptions,
+):
+    """(u dtype[T, H], r f32[T], products f32[T, n * N]): the sublayer's input, collapsed with the PREVIOUS `pre` and
+    normalised, and what `mixes` takes."""
+    return enter_next(at.streams, at.ahead, at.pre, site.fn[...], norm, eps=c.rms_norm_eps,
+                      enter_impl=options.impl("hyper_enter"))  # fmt: skip
+
+
+def enter_last(
+    at: Residual,
     norm,  # bf16[H]
     c: ModelConfig,
     options: DecodeOptions,
 ):
-    """(u dtype[T, H], r f32[T]): the sublayer's input, collapsed and normalised, and the streams' factor for `mixes`."""
-    return hyper_enter(streams, pre, norm, eps=c.rms_norm_eps, impl=options.impl("hyper_enter"))
+    """dtype[T, H]: the streams collapsed and normalised for the head."""
+    return hyper_enter(at.streams, at.pre, norm, eps=c.rms_norm_eps, impl=options.impl("hyper_enter"))[0]
 
 
 def mixes(
-    streams,  # dtype[T, M, H]
     r,  # f32[T] from `enter`
+    products,  # f32[T, n * N] from `enter`
     site: HyperSite,
     c: ModelConfig,
     options: DecodeOptions,
@@ -35,12 +65,26 @@ def mixes(
 
     Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
     """
-    x = streams.reshape(streams.shape[0], -1)
-    project = split_matmul if x.dtype == jnp.bfloat16 else matmul  # TF32 would drop 13 bits of fn
     return hyper_coefficients(
-        project(x, site.fn[...]), r, site.scale[...], site.base[...], streams=c.hc_mult,
-        iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, impl=options.impl("hyper_coefficients"),
+        products, r, site.scale[...], site.base[...], streams=c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps,
+        impl=options.impl("hyper_coefficients"),
     )  # fmt: skip
+
+
+def leave(
+    at: Residual,
+    y,  # dtype[T, H], the sublayer output
+    pre,  # f32[T, M]
+    post,  # f32[T, M]
+    comb,  # f32[T, M, M]
+    following: HyperSite | None,
+    options: DecodeOptions,
+):
+    """The residual after a sublayer: `expand`. following: the site that reads these streams next, None if none does."""
+    if following is None:
+        return Residual(expand(at.streams, y, post, comb), pre)
+    streams, ahead = hyper_leave(at.streams, y, post, comb, pre, following.fn[...], impl=options.impl("hyper_leave"))
+    return Residual(streams, pre, ahead)
 
 
 def collapse(
@@ -50,20 +94,3 @@ def collapse(
     """dtype[T, H]: the sublayer input, one weighted sum of the streams."""
     weighted = lambda s, p: codecs.rounded(jnp.sum(p[..., None] * s.astype(jnp.float32), -2), s.dtype)
     return in_row_tiles(weighted, streams, pre)
-
-
-def expand(
-    streams,  # dtype[T, M, H]
-    y,  # dtype[T, H], the sublayer output
-    post,  # f32[T, M]
-    comb,  # f32[T, M, M]
-):
-    """dtype[T, M, H]: post[k] * y + sum_j comb[j, k] * streams[j], in fp32, rounded once."""
-
-    def mix(streams, y, post, comb):
-        # written out: as a batched product it runs on no tensor core and with its result and operands in memory
-        mixed = sum(comb[:, j, :, None] * streams[:, j, None].astype(jnp.float32) for j in range(streams.shape[1]))
-        out = codecs.rounded(post[..., None] * y.astype(jnp.float32)[:, None] + mixed, streams.dtype)
-        return jax.lax.optimization_barrier(out)  # or XLA keeps a second copy in fp32 for the next site
-
-    return in_row_tiles(mix, streams, y, post, comb)

@@ -3,29 +3,15 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Fp8Linear
 from dsv41_jax.precision import Precision
-from pallas_kernels import codecs, registry
+from pallas_kernels import registry
 from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul
 from pallas_kernels.fp8_round_trip.api import fp8_round_trip
-from pallas_kernels.row_ops import matmul
+from pallas_kernels.row_ops import matmul as matmul
 from pallas_kernels.row_ops import rms_norm as rms_norm
-
-
-def split_matmul(
-    x,  # bf16[T, I]
-    weight,  # f32[O, I], O small
-):
-    """f32[T, 3 * O]: three parts whose sum is x @ weight^T to fp32 accuracy, the smallest last. On bf16 tensor cores: 24
-    significant bits are exactly three bf16 numbers, and fp32 products have no tensor core."""
-    top = codecs.rounded(weight, jnp.bfloat16)
-    rest = weight - top.astype(jnp.float32)
-    middle = codecs.rounded(rest, jnp.bfloat16)
-    low = codecs.rounded(rest - middle.astype(jnp.float32), jnp.bfloat16)
-    return matmul(x, jnp.concatenate([top, middle, low]), jnp.float32)
 
 
 def quantise_input(

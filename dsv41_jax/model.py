@@ -13,7 +13,7 @@ from dsv41_jax.engram import engram_constants
 from dsv41_jax.linear import matmul
 from dsv41_jax.moe import LocalExchange, moe
 from dsv41_jax.options import DecodeOptions
-from dsv41_jax.params import Block, Transformer
+from dsv41_jax.params import Block, HyperSite, Transformer
 from dsv41_jax.plan import Chunk, plan_step
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs
@@ -46,47 +46,47 @@ class Features:
 
 
 def sublayer(
-    streams,  # dtype[T, M, H]
-    pre,  # f32[T, M] from the sublayer before
-    site,
+    at: hyper.Residual,
+    site: HyperSite,
     norm,  # bf16[H]
     run,  # dtype[T, H] -> dtype[T, H]
     net: Network,
+    following: HyperSite | None,  # the site that reads the streams next, unless something else changes them before
 ):
     """One mHC sublayer: collapse with the PREVIOUS `pre`, norm, run, expand with this site's post and comb.
 
-    Returns (streams, this site's pre, the sublayer output y)."""
+    Returns (residual with this site's pre, the sublayer output y)."""
     with jax.named_scope("hyper_mixes"):
-        u, r = hyper.enter(streams, pre, norm, net.config, net.options)
-        next_pre, post, comb = hyper.mixes(streams, r, site, net.config, net.options)
+        u, r, products = hyper.enter(at, norm, site, net.config, net.options)
+        pre, post, comb = hyper.mixes(r, products, site, net.config, net.options)
     y = run(u)
     with jax.named_scope("hyper_expand"):
-        return hyper.expand(streams, y, post, comb), next_pre, y
+        return hyper.leave(at, y, pre, post, comb, following, net.options), y
 
 
 def block(
-    streams,
-    pre,
+    at: hyper.Residual,
     params: Block,
     attend,  # dtype[T, H] -> dtype[T, H]
     experts_per_token: int,
     net: Network,
+    following: HyperSite | None,  # as in `sublayer`, after the block
     taps: dict | None = None,
     name: str = "",
-):
-    """Attention sublayer, then MoE sublayer. Returns (streams, pre)."""
+) -> hyper.Residual:
+    """Attention sublayer, then MoE sublayer."""
     c = net.config
-    streams, pre, y = sublayer(streams, pre, params.hc_attn, params.attn_norm[...], attend, net)
+    at, y = sublayer(at, params.hc_attn, params.attn_norm[...], attend, net, params.hc_ffn)
     if taps is not None:
         taps[f"attn_out_{name}"] = y
 
     def run_moe(u):
         return moe(u, params.ffn, experts_per_token, net.exchange, c, net.precision, net.options, taps, name)
 
-    streams, pre, y = sublayer(streams, pre, params.hc_ffn, params.ffn_norm[...], run_moe, net)
+    at, y = sublayer(at, params.hc_ffn, params.ffn_norm[...], run_moe, net, following)
     if taps is not None:
         taps[f"ffn_out_{name}"] = y
-    return streams, pre
+    return at
 
 
 def initial_streams(
@@ -94,11 +94,11 @@ def initial_streams(
     tokens,  # i32[T]
     c: ModelConfig,
     p: Precision,
-):
-    """(streams dtype[T, M, H], pre f32[T, M]): the embedding in every stream; the first sublayer reads stream 0."""
+) -> hyper.Residual:
+    """The embedding in every stream; the first sublayer reads stream 0."""
     x = params.embed[...][jnp.clip(tokens, 0, c.vocab_size - 1)].astype(p.dtype)
     pre = jnp.zeros((tokens.shape[0], c.hc_mult), jnp.float32).at[:, 0].set(1.0)
-    return jnp.repeat(x[:, None], c.hc_mult, 1), pre
+    return hyper.Residual(jnp.repeat(x[:, None], c.hc_mult, 1), pre)
 
 
 def engram_rows(params: Transformer, chunk: Chunk, history, c: ModelConfig):
@@ -140,31 +140,32 @@ def forward(
     carry = Carry()
     with jax.named_scope("embed"):
         rows = engram_rows(params, chunk, request_history(state, plan.slots, chunk.start), c)
-        streams, pre = initial_streams(params, chunk.tokens.reshape(-1), c, p)
+        at = initial_streams(params, chunk.tokens.reshape(-1), c, p)
     target = []
-    for layer, layer_params in zip(c.layers, params.layers, strict=True):
+    sites = [w.hc_attn if s.engram is None else None for s, w in zip(c.layers, params.layers, strict=True)]
+    for layer, layer_params, following in zip(c.layers, params.layers, [*sites[1:], None], strict=True):
         with jax.named_scope(f"layer{layer.index}_{layer.kind}"):
             if layer.engram is not None:
-                streams = _engram(streams, layer_params.engram, rows[layer.engram], net)
+                at = hyper.Residual(_engram(at.streams, layer_params.engram, rows[layer.engram], net), at.pre)
             if layer.feature is not None:
                 mean = lambda s: codecs.rounded(jnp.mean(s.astype(jnp.float32), 1), p.dtype)
-                target.append(in_row_tiles(mean, streams))
+                target.append(in_row_tiles(mean, at.streams))
             if dump:
-                taps[f"streams_in_{layer.index}"] = streams
-            streams, pre = block(
-                streams, pre, layer_params,
+                taps[f"streams_in_{layer.index}"] = at.streams
+            at = block(
+                at, layer_params,
                 lambda u, a=layer_params.attn, s=layer: attention(u, a, s, pools, carry, plan, c, p, net.options),
-                c.num_experts_per_tok, net, taps, str(layer.index),
+                c.num_experts_per_tok, net, following, taps, str(layer.index),
             )  # fmt: skip
             if dump:
-                taps[f"streams_out_{layer.index}"], taps[f"pre_mix_out_{layer.index}"] = streams, pre
+                taps[f"streams_out_{layer.index}"], taps[f"pre_mix_out_{layer.index}"] = at.streams, at.pre
                 if layer.scores:
                     taps[f"topk_{layer.index}"] = carry.selection.indices
                 if layer.publishes_candidates and carry.candidates is not None:
                     taps["candidate_blocks"] = carry.candidates.sparse_indices
                     taps["candidate_end"] = carry.candidates.end
     with jax.named_scope("final_norm"):
-        hidden, _ = hyper.enter(streams, pre, params.norm[...], c, net.options)
+        hidden = hyper.enter_last(at, params.norm[...], c, net.options)
     if dump:
         taps["engram_hash_ids"] = jnp.stack(rows, 1)
     state = dataclasses.replace(state, window=tuple(pools.window), global_kv=pools.global_kv, index=pools.index,

@@ -1,0 +1,73 @@
+"""Shapes of a site's exit that tests and benchmarks share."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperLeaveSpec:
+    """`rows` rows of `streams` streams of `hidden` channels; eps as released."""
+
+    name: str
+    rows: int
+    hidden: int = 5120
+    streams: int = 4
+    eps: float = 1e-6
+
+    @property
+    def coefficients(self) -> int:
+        return self.streams * (2 + self.streams)
+
+    @property
+    def bytes(self) -> int:
+        """From site to site: the streams read and written once, y and fn read, the normalised row, r and products written."""
+        row = 2 * self.hidden * (2 * self.streams + 2) + 4 * (self.streams * (2 + self.streams) + 1 + 3 * self.coefficients)
+        return self.rows * row + self.hidden * (4 * self.coefficients * self.streams + 2)
+
+    @property
+    def flops(self) -> int:
+        """Products with the three parts of fn; the rest has no tensor core."""
+        return 2 * self.rows * self.hidden * self.streams * 3 * self.coefficients
+
+    @property
+    def options(self) -> dict:
+        """The static keyword arguments of `site_to_site`."""
+        return {"eps": self.eps}
+
+    def make_inputs(self, seed: int):
+        """(streams bf16[T, M, H], y bf16[T, H], post f32[T, M], comb f32[T, M, M], pre f32[T, M], fn f32[N, M * H],
+        weight bf16[H])"""
+        rng, (t, m, h) = np.random.default_rng(seed), (self.rows, self.streams, self.hidden)
+        comb = rng.uniform(0, 1, (t, m, m))
+        made = (rng.standard_normal((t, m, h)) * 3, rng.standard_normal((t, h)), rng.uniform(0, 2, (t, m)),
+                comb / comb.sum(1, keepdims=True), rng.uniform(0, 1, (t, m)),
+                rng.standard_normal((self.coefficients, m * h)) / (m * h) ** 0.5, rng.uniform(0.5, 1.5, h))  # fmt: skip
+        kinds = jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16
+        return tuple(jnp.asarray(x, kind) for x, kind in zip(made, kinds, strict=True))
+
+
+SPECS = (
+    HyperLeaveSpec("tiny", 16, hidden=96, streams=2),
+    HyperLeaveSpec("tiny_wide", 64, hidden=512),
+    HyperLeaveSpec("verify", 384),
+    HyperLeaveSpec("draft", 320),
+)
+BY_NAME = {s.name: s for s in SPECS}
+
+
+def deviceless_case(name: str):
+    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
+    from . import fused
+
+    s = BY_NAME[name]
+    t, m, h = s.rows, s.streams, s.hidden
+    bf16, f32 = (lambda *d: jax.ShapeDtypeStruct(d, jnp.bfloat16)), (lambda *d: jax.ShapeDtypeStruct(d, jnp.float32))
+
+    def run(*arguments):
+        streams, ahead = fused.hyper_leave(*arguments[:-1])
+        return streams, fused.finish(ahead, arguments[-1], streams=m, eps=s.eps)
+
+    return run, (bf16(t, m, h), bf16(t, h), f32(t, m), f32(t, m, m), f32(t, m), f32(s.coefficients, m * h), bf16(h))
