@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, explain, hopper
-from pallas_kernels.block_scaled_matmul.specs import FULL, TINY, MatmulSpec
+from pallas_kernels.block_scaled_matmul.specs import BY_NAME, FULL, TINY, MatmulSpec
 from pallas_kernels.codecs import dequantize_fp8, quantize_fp8
 from tests import deviceless, triton_interpreter
 
 BLACKWELL = "pallas_kernels.block_scaled_matmul.blackwell:block_scaled_matmul"
 FACTORY = "pallas_kernels.block_scaled_matmul.specs:deviceless_case"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+# not importorskip: jax_triton imports only beside a CUDA plugin, which the compiling process has and this one has not
+needs_jax_triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 
 
 def np_weight(w, s):
@@ -87,10 +89,9 @@ def test_reloading_weights_changes_the_output_without_recompiling():
 
 def test_full_size_floors():
     """spec/performance.md, T = 384: megabytes and GFLOP of QB, wo_a and wo_b."""
-    by_name = {s.name: s for s in FULL}
     for name, flops, nbytes in (("qb", 32e9, 67e6), ("wo_a", 26e9, None), ("wo_b", 32e9, None), ("front", 7e9, 15e6)):
-        assert by_name[name].flops == pytest.approx(flops, rel=0.02)
-        assert nbytes is None or by_name[name].bytes == pytest.approx(nbytes, rel=0.05)
+        assert BY_NAME[name].flops == pytest.approx(flops, rel=0.02)
+        assert nbytes is None or BY_NAME[name].bytes == pytest.approx(nbytes, rel=0.05)
 
 
 def test_errors_name_the_shapes():
@@ -121,10 +122,12 @@ def test_quantising_twice_changes_nothing(scale):
 
 
 @pytest.mark.parametrize("spec", FULL, ids=lambda s: s.name)
-def test_hopper_takes_every_product_of_the_model(spec):
+def test_a_kernel_takes_every_product_of_the_model(spec):
     args = jax.eval_shape(lambda: spec.make_inputs(0))
     told = functools.partial(explain, *args, groups=spec.groups, quantised=spec.quantised)
     assert told(arch="sm_90") == {"chosen": "hopper"}
+    if importlib.util.find_spec("jax_triton"):
+        assert told(arch="sm_100")["chosen"] == told(arch="sm_103")["chosen"] == "blackwell"
     assert told(arch="cpu")["chosen"] == "reference"
 
 
@@ -134,11 +137,10 @@ def test_refusals_have_reasons():
     x, w, s = TINY[0].make_inputs(0)
     assert "float32" in explain(x.astype(jnp.float32), w, s, arch="sm_90")["hopper"]
     assert "sm_90" in explain(x, w, s, arch="sm_103")["hopper"]
-    assert "not quantised" in explain(x, w, s, arch="sm_103")["blackwell"]
     with pytest.raises(ValueError, match="float32"):
         block_scaled_matmul(x.astype(jnp.float32), w, s, impl="hopper")
-    x, w, s = TINY[2].make_inputs(0)
-    assert "one group" in explain(x, w, s, groups=4, quantised=True, arch="sm_103")["blackwell"]
+    x, w, s = TINY[3].make_inputs(0)
+    assert "multiple of 128, got 96" in explain(x, w, s, arch="sm_103")["blackwell"]
 
 
 @pytest.mark.parametrize("spec", FULL, ids=lambda s: s.name)
@@ -168,6 +170,8 @@ def test_tiles_of_the_verify_step():
 INTERPRETED = (
     MatmulSpec("ragged", 130, 256, 72),  # two rows in the second tile, outputs that fill neither a tile nor a scale
     MatmulSpec("one_row", 1, 384, 160),
+    MatmulSpec("bf16_groups", 270, 128, 288, groups=2, quantised=False),  # two tiles of rows and two of outputs
+    MatmulSpec("bf16_one_row", 1, 256, 40, quantised=False),
 )
 
 
@@ -175,23 +179,33 @@ def bf16_bits(x):
     return np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16)
 
 
+def interpreter_cases(spec):
+    """{what: (arrays, options)}"""
+    x, w, s = map(np.asarray, spec.make_inputs(31))
+    case = lambda x, **more: ({"x": x, "w": w, "s": s}, {"groups": spec.groups, "quantised": spec.quantised, **more})
+    cases = {"wide": case(x, out_dtype=np.float32), "whole": case(x)}
+    if spec.rows > 3:
+        dirty = x.copy()
+        dirty[3] = np.nan
+        cases |= {"dirty": case(dirty), "part": case(x[-3:])}
+    return cases
+
+
 @pytest.fixture(scope="module")
 def interpreted():
-    """{(spec, what): output of the Triton kernel}, all from one child process."""
-    cases = {}
-    for spec in INTERPRETED:
-        x, w, s = map(np.asarray, spec.make_inputs(31))
-        static = dict(groups=spec.groups, quantised=spec.quantised)
-        add = lambda what, x, **more: cases.update({(spec.name, what): (dict(x=x, w=w, s=s), static | more)})
-        add("wide", x, out_dtype=np.float32)
-        add("whole", x)
-        if spec.rows > 3:
-            dirty = x.copy()
-            dirty[3] = np.nan
-            add("dirty", dirty)
-            add("part", x[-3:])
+    """{(spec, what): output of the Triton kernels}, all from one child process."""
+    cases = {(spec.name, what): case for spec in INTERPRETED for what, case in interpreter_cases(spec).items()}
+    arrays = dict(zip("xws", map(np.asarray, identity(128, 128, 9)), strict=True))
+    cases["identity", "wide"] = arrays, {"quantised": False, "out_dtype": np.float32}
     outputs = triton_interpreter.run([(BLACKWELL, *case) for case in cases.values()])
     return dict(zip(cases, outputs, strict=True))
+
+
+@needs_triton
+def test_interpreted_kernel_expands_every_code_and_scale_exactly(interpreted):
+    _, w, s = identity(128, 128, 9)
+    assert len(np.unique(np.asarray(w).view(np.uint8))) == 254
+    np.testing.assert_array_equal(interpreted["identity", "wide"].astype(np.float64), np_weight(w, s).T)
 
 
 @needs_triton
@@ -223,22 +237,22 @@ SMALL = (
 )
 
 
-def implementations(spec):
-    """Those this device can run: the Triton kernel also on Hopper, where its dot is emulated."""
+def implementations():
+    """Those this device can run: the Triton kernels also on Hopper, where the block-scaled dot is emulated."""
     capability = str(jax.devices()[0].compute_capability)
-    triton = spec.groups == 1 and importlib.util.find_spec("jax_triton")
-    return (["hopper"] if capability == "9.0" else []) + (["blackwell"] if triton else [])
+    names = ["hopper"] if capability == "9.0" else []
+    return names + (["blackwell"] if importlib.util.find_spec("jax_triton") else [])
 
 
-def jitted(spec, impl, **kwargs):
-    return jax.jit(functools.partial(block_scaled_matmul, groups=spec.groups, quantised=True, impl=impl, **kwargs))
+def jitted(spec, impl, quantised=True, **kwargs):
+    return jax.jit(functools.partial(block_scaled_matmul, groups=spec.groups, quantised=quantised, impl=impl, **kwargs))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
 def test_kernels_equal_the_definition(spec):
     args = spec.make_inputs(21)
-    for impl in implementations(spec):
+    for impl in implementations():
         wide = np.asarray(jitted(spec, impl, out_dtype=jnp.float32)(*args))
         assert relative(wide, np_product(*args, spec.groups)) < 1e-5, impl
         got = np.asarray(jitted(spec, impl)(*args))
@@ -247,19 +261,27 @@ def test_kernels_equal_the_definition(spec):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner", [512, 2048])
-def test_hopper_expands_every_code_and_scale_exactly(inner):
-    if str(jax.devices()[0].compute_capability) != "9.0":
-        pytest.skip("not a Hopper GPU")
+def test_kernels_expand_every_code_and_scale_exactly(inner):
     x, w, s = identity(inner, 320, 9)
-    got = np.asarray(jax.jit(functools.partial(block_scaled_matmul, impl="hopper", out_dtype=jnp.float32))(x, w, s))
-    np.testing.assert_array_equal(got.astype(np.float64), np_weight(w, s).T)
+    for impl in implementations():
+        got = np.asarray(jax.jit(functools.partial(block_scaled_matmul, impl=impl, out_dtype=jnp.float32))(x, w, s))
+        np.testing.assert_array_equal(got.astype(np.float64), np_weight(w, s).T, impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [*(s for s in INTERPRETED if not s.quantised), BY_NAME["wo_a"]], ids=lambda s: s.name)
+def test_bf16_rows_on_blackwell_equal_the_definition(spec):
+    args = spec.make_inputs(22)
+    wide = np.asarray(jitted(spec, "blackwell", quantised=False, out_dtype=jnp.float32)(*args))
+    assert relative(wide, np_product(*args, spec.groups)) < 1e-5
+    np.testing.assert_array_equal(bf16_bits(jitted(spec, "blackwell", quantised=False)(*args)), bf16_bits(wide))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [SMALL[0], SMALL[3], SMALL[4]], ids=lambda s: s.name)
 def test_a_rows_bits_do_not_depend_on_the_batch(spec):
     x, w, s = spec.make_inputs(5)
-    for impl in implementations(spec):
+    for impl in implementations():
         run = jitted(spec, impl)
         whole = np.asarray(run(x, w, s))
         for part in (slice(0, 1), slice(41, 60), slice(spec.rows - 33, spec.rows)):
@@ -272,7 +294,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch(spec):
 
 @pytest.mark.gpu
 def test_kernels_take_other_weights_without_recompiling():
-    for impl in implementations(SMALL[0]):
+    for impl in implementations():
         run = jitted(SMALL[0], impl)
         for seed in (7, 8, 9):
             args = SMALL[0].make_inputs(seed)
@@ -300,13 +322,28 @@ def test_hopper_kernel_compiles_to_register_wgmma_without_spills():
 
 @pytest.mark.deviceless
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@needs_jax_triton
 @pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
 def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
-    # not importorskip: jax_triton imports only beside a CUDA plugin, which the compiling process has and this one has not
-    if importlib.util.find_spec("jax_triton") is None:
-        pytest.skip("jax-triton is not installed")
     compiled = deviceless.compile_for(target, FACTORY, "qb_index:blackwell")
     assert sorted(k.name for k in compiled.kernels) == ["block_scaled_matmul_triton", "fp8_quantise"]
     got = compiled.matching("block_scaled_matmul")
     assert compiled.spill_bytes == 0
     assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
+
+
+BF16_PRODUCTS = {"sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma", "sm_103a": "tcgen05.mma"}
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@needs_jax_triton
+@pytest.mark.parametrize("target", BF16_PRODUCTS)
+def test_blackwell_kernel_of_bf16_rows_compiles_to_tensor_cores(target):
+    compiled = deviceless.compile_all(target, FACTORY, ("wo_a:blackwell", "wo_a_one_row:blackwell"))
+    for name, got in compiled.items():
+        assert [k.name for k in got.kernels] == ["block_scaled_matmul_bf16_triton"], name
+        assert got.spill_bytes == 0, got.kernels
+        assert BF16_PRODUCTS[target] in got.ptx and "mul.rn.bf16x2" in got.ptx
+        assert ("kind::f16" in got.ptx) == (target != "sm_90a")
+        assert "bf16[8192,4096]" not in got.hlo and "copy(" not in got.hlo, "no expanded copy of the weight"

@@ -1,8 +1,9 @@
 """Run `triton.jit` kernels on a CPU, launched as their own module launches them, for comparisons with the reference.
 
 Triton's interpreter executes a kernel's body in numpy, program after program. What Triton 3.6's lacks is added here: the
-block-scaled product (decoded to fp64, so the only rounding is fp32's at the end), casts to bf16 that round to nearest,
-sums of -0, and inline assembly, for the handful of PTX instructions in `_PTX`. The interpreter is chosen when triton is imported, so all this lives in a child process:
+block-scaled product and that of bf16 (in fp64, so the only rounding is fp32's at the end), casts to bf16 that round to
+nearest, sums of -0, and inline assembly, for the handful of PTX instructions in `_PTX`. The interpreter is chosen when
+triton is imported, so all this lives in a child process:
 
     got = run([("pallas_kernels.index_score.blackwell:index_score", inputs, {})])
 """
@@ -81,13 +82,29 @@ def _convert_relu(high, low):
     return bits[..., 0] | bits[..., 1] << 16
 
 
+def _permute_bytes(low, high, selector):
+    """prmt: byte i of the result is the one of the eight that nibble i of the selector names, or, from 8 on, its sign."""
+    import numpy as np
+
+    result = np.zeros_like(low)
+    for i in range(4):
+        place, sign = selector >> 4 * i & 7, selector >> 4 * i & 8
+        byte = (low if place < 4 else high) >> 8 * (place & 3) & 0xFF
+        result |= np.where(sign, (byte >> 7) * 0xFF, byte).astype(np.uint32) << 8 * i
+    return result
+
+
 _PTX = {
     "mov.b32": lambda a: a,
+    "prmt.b32": _permute_bytes,
     "shl.b32": lambda a, n: a << n,
     "and.b32": lambda a, b: a & b,
     "cvt.rn.relu.bf16x2.f32": _convert_relu,
     "mul.rn.bf16x2": _bf16x2(lambda a, b: a * b),
 }
+
+
+_REGISTER = {"fp32": "f4", "int32": "i4", "uint8": "u1", "bf16": "u2"}  # numpy's view of what inline assembly returns
 
 
 def _inline_asm(builder, text, constraints, values, types, pure, pack):
@@ -114,13 +131,13 @@ def _inline_asm(builder, text, constraints, values, types, pure, pack):
             registers[target.strip()] = _PTX[opcode](*map(operand, sources))
     bits = np.ascontiguousarray(np.stack([registers[f"${i}"] for i in range(outputs)], -1))
     kind = types[0].scalar
-    data = bits.view({"fp32": np.float32, "int32": np.int32, "uint8": np.uint8}[str(kind)]).reshape(values[0].data.shape)
+    data = bits.view(_REGISTER[str(kind)]).reshape(values[0].data.shape)
     handle = TensorHandle(data, kind)
     return python_types.SimpleNamespace(get_result=lambda i: handle)
 
 
-def _triton_call(*arrays, kernel, out_shape, grid, num_warps, num_stages, compute_capability=None, **constants):
-    """jax_triton.triton_call on the host. The output starts as NaN: what a kernel leaves unwritten shows."""
+def _triton_call(host, *arrays, kernel, out_shape, grid, num_warps, num_stages, compute_capability=None, **constants):
+    """jax_triton.triton_call on the thread of `host`. The output starts as NaN: what a kernel leaves unwritten shows."""
     import jax
     import numpy as np
     import triton.language as tl
@@ -137,10 +154,11 @@ def _triton_call(*arrays, kernel, out_shape, grid, num_warps, num_stages, comput
         kernel[tuple(grid)](*map(pointer, held), **constants)
         return held[-1]
 
-    return jax.pure_callback(launch, out_shape, *arrays)
+    return jax.pure_callback(lambda *x: host.submit(launch, *map(np.asarray, x)).result(), out_shape, *arrays)
 
 
 def _child(path: pathlib.Path) -> None:
+    import concurrent.futures
     import functools
     import importlib
     import importlib.machinery
@@ -152,7 +170,9 @@ def _child(path: pathlib.Path) -> None:
     from triton.runtime import interpreter
 
     stand_in = types.ModuleType("jax_triton")  # the real one imports a CUDA plugin
-    stand_in.triton_call = _triton_call
+    host = concurrent.futures.ThreadPoolExecutor(1)
+    host.submit(int).result()  # started here: XLA's threads, and those that they start, take subnormals for zero
+    stand_in.triton_call = functools.partial(_triton_call, host)
     stand_in.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
     sys.modules["jax_triton"] = stand_in
     interpreter.TritonSemantic.dot_scaled = _dot_scaled
@@ -167,6 +187,15 @@ def _child(path: pathlib.Path) -> None:
         return data.astype(ml_dtypes.bfloat16).view(np.uint16)
 
     interpreter._convert_float = convert_float
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self, a, b, start, *precision):  # bf16 is held as u16, which numpy would multiply as integers
+        if a.dtype.name != "bf16":
+            return create_dot(self, a, b, start, *precision)
+        a, b = (np.ascontiguousarray(x.data).view(ml_dtypes.bfloat16).astype(np.float64) for x in (a, b))
+        return interpreter.TensorHandle((a @ b + start.data).astype(np.float32), start.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
     def reduce_sum(self, x):  # -0 + -0 is -0; numpy's own start is +0
         total = np.sum(x.handle.data, axis=self.axis, keepdims=self.keep_dims, initial=-0.0)

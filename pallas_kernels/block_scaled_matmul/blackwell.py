@@ -4,7 +4,7 @@ x, already through the FP8 round trip, is quantised again, which gives the same 
 decides its scale both times, or one octave less with every code still an e4m3 number. Nothing is decoded; only the order
 of fp32 sums differs from `reference`. One program computes 128 rows of x times a block of weight rows over all channels
 in ascending order, so a row's bits do not depend on the other rows. On Hopper the same kernel runs with an emulated dot:
-good for checking, not for speed.
+good for checking, not for speed. Rows that are not quantised, and groups, go to `blackwell_bf16`.
 """
 
 import functools
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from .. import registry
 from ..codecs import cdiv
 from ..fp8_round_trip.api import quantise
+from . import blackwell_bf16
 
 ROWS = 128  # rows of a tile: the block-scaled instruction's M
 CHANNELS = 128
@@ -53,13 +54,9 @@ def _kernel():
 
 def refuses(x, w, s, *, groups=1, quantised=False, out_dtype=None):
     """Why the kernel does not take these arguments, or None."""
-    del s, out_dtype
+    del s, groups, quantised, out_dtype
     if x.dtype != jnp.bfloat16:
         return f"x is {x.dtype}, the kernel is for bfloat16"
-    if not quantised:
-        return "x is not quantised: its values need not be FP8 numbers times a scale"
-    if groups > 1:
-        return f"is for one group, this is {groups}"
     if w.shape[1] % CHANNELS:
         return f"input channels expected a multiple of {CHANNELS}, got {w.shape[1]}"
     if w.size >= 2**31 or x.size >= 2**31:
@@ -72,12 +69,14 @@ def refuses(x, w, s, *, groups=1, quantised=False, out_dtype=None):
 def block_scaled_matmul(
     x, w, s, *, groups=1, quantised=True, out_dtype=None, capability=None, columns=128, warps=8, stages=3
 ):  # fmt: skip
-    """See `api.block_scaled_matmul`. capability: e.g. 100, by default the registry's; columns: weight rows a tile."""
-    del groups, quantised
+    """See `api.block_scaled_matmul`. capability: e.g. 100, by default the registry's; of the block-scaled kernel,
+    columns: weight rows a tile, warps, stages."""
     import jax_triton
 
     (rows, inner), outputs = x.shape, w.shape[0]
     capability = capability or registry.current_capability()
+    if groups > 1 or not quantised:
+        return blackwell_bf16.block_scaled_matmul(x, w, s, groups=groups, out_dtype=out_dtype, capability=capability)
     common = {} if capability is None else {"compute_capability": capability}
     q, scale = quantise(x, arch=registry.arch_of(capability))
     return jax_triton.triton_call(

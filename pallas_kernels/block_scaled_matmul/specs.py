@@ -61,20 +61,22 @@ FULL = (
     MatmulSpec("main_proj", 384, 15360, 5120),
     MatmulSpec("qb_one_row", 1, 1280, 36864),
     MatmulSpec("front_one_row", 1, 5120, 1792),
+    MatmulSpec("wo_a_one_row", 1, 4096, 8192, groups=8, quantised=False),
     MatmulSpec("wo_a_prefill", 1536, 4096, 8192, groups=8, quantised=False),
 )
 SPECS = TINY + FULL
+BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """(function, abstract arguments) of "<FULL spec>", "<FULL spec>:blackwell" or "<FULL spec>:n,math,splits[,registers]"."""
+    """(function, abstract arguments) of "<spec>", "<spec>:blackwell" or "<spec>:n,math,splits[,registers]"."""
     import functools
     import os
 
     from . import blackwell, hopper
 
     name, _, cut = name.partition(":")
-    spec = next(s for s in FULL if s.name == name)
+    spec = BY_NAME[name]
     tile = None
     if cut and cut != "blackwell":
         numbers = [int(v) for v in cut.split(",")]
@@ -87,5 +89,6 @@ def deviceless_case(name: str):
     )
     if cut == "blackwell":
         capability = int(os.environ["DEVICELESS_CAPABILITY"])
-        return functools.partial(blackwell.block_scaled_matmul, capability=capability), args
+        run = functools.partial(blackwell.block_scaled_matmul, groups=spec.groups, quantised=spec.quantised)
+        return functools.partial(run, capability=capability), args
     return functools.partial(hopper.block_scaled_matmul, groups=spec.groups, tile=tile), args
