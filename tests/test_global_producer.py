@@ -43,9 +43,9 @@ def results(which: str, spec, inputs):
     return [np.asarray(x) for x in compiled(spec.eps, which)(*inputs) if x is not None]
 
 
-def targets(spec, starts, slots, tables):
+def targets(spec, starts, slots, tables, counts=None):
     """The arguments that a step's plan would make, by name."""
-    at = (jnp.asarray(x) for x in spec.targets(starts, slots, tables))
+    at = (jnp.asarray(x) for x in spec.targets(starts, slots, tables, counts))
     return dict(zip(("global_slots", "index_slots", "row_slots", "positions", "kept"), at, strict=True))
 
 
@@ -153,6 +153,21 @@ def test_kernels_have_the_bytes_of_the_definition(ratio, requests, span):
 def test_padding_and_unallocated_pages(spec):
     for seed in range(4):
         check_equal(spec, spec.make_inputs(seed))
+
+
+@pytest.mark.parametrize("spec,counts", [(R1, (1, 5, 0)), (R2, (1, 5, 6)), (R2, (6, 1, 5))], ids=["r1", "r2", "r2_turned"])
+def test_requests_with_fewer_rows_in_one_batch(spec, counts):
+    """A batch of all spans at once, in pages that the two pools number differently."""
+    inputs, rng = spec.make_inputs(8), np.random.default_rng(8)
+    starts, slots = rng.integers(0, spec.context, 3), np.array([4, 0, 2])
+    tables = [1 + rng.permutation(spec.pages - 1).reshape(3, -1) for _ in range(2)]
+    at = targets(spec, starts, slots, tables, counts)
+    arguments = changed(inputs, start=jnp.asarray(starts, jnp.int32), slots=jnp.asarray(slots, jnp.int32), **at)
+    got, want = check_equal(spec, arguments), numpy_producer(spec, arguments)
+    assert sum((g != w).sum() for g, w in zip(got[:2], want[:2], strict=True)) <= 3
+    completed = sum(((start + np.arange(n) + 1) % spec.ratio == 0).sum() for start, n in zip(starts, counts, strict=True))
+    assert completed == (got[0] != np.asarray(inputs[0])).any(-1).sum()
+    assert spec.ratio == 1 or got[2].tobytes() == want[2].tobytes()
 
 
 @pytest.mark.parametrize("span", [6, 8])

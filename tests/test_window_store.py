@@ -1,6 +1,7 @@
 """Window store: the definition against numpy, the kernel's bytes against the definition's, what is never touched."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,16 @@ def numpy_store(pool, front, norm, cos, sin, slots, positions, *, first, eps):
         groups = x.reshape(-1, 32)
         exponent = np.ceil(np.log2(np.maximum(np.abs(groups).max(1), 1e-4) / 448))
         payload = (groups / 2.0 ** exponent[:, None]).astype(ml_dtypes.float8_e4m3fn)
-        out[slot, position % out.shape[1]] = np.concatenate([payload.view(np.uint8).reshape(-1), exponent.astype(np.uint8) + 127])
+        out[slot, position % out.shape[1]] = np.concatenate(
+            [payload.view(np.uint8).reshape(-1), exponent.astype(np.uint8) + 127]
+        )
     return out
+
+
+@functools.cache
+def compiled(first: int, eps: float):
+    """The definition of one set of static arguments, so that cases of the same shapes share a program."""
+    return jax.jit(functools.partial(reference.window_store, first=first, eps=eps))
 
 
 def interpreted(inputs, spec):
@@ -40,7 +49,7 @@ def interpreted(inputs, spec):
 
 
 def defined(inputs, spec):
-    return np.asarray(jax.jit(lambda *a: reference.window_store(*a, **spec.options))(*inputs))
+    return np.asarray(compiled(spec.first, spec.eps)(*inputs))
 
 
 def changed(spec, inputs, **values):
@@ -57,7 +66,7 @@ def test_equals_numpy(run):
     assert (want != np.asarray(inputs[0])).any(-1).sum() == 3 * 5 - 5 - 2
 
 
-@pytest.mark.parametrize("requests,span", [(1, 1), (1, 5), (3, 1), (3, 6)])
+@pytest.mark.parametrize("requests,span", [(1, 1), (1, 5), (3, 6)])
 def test_kernel_has_the_bytes_of_the_definition(requests, span):
     spec = dataclasses.replace(TINY, requests=requests, span=span, skips=False)
     for seed in range(2):
@@ -127,7 +136,9 @@ def test_refusals_name_the_reason():
     with pytest.raises(ValueError, match="u8 records"):
         call(pool=jnp.zeros((5, 24, 64)))
     with pytest.raises(ValueError, match="powers of two"):
-        window_store(jnp.zeros((5, 24, 99), jnp.uint8), inputs[1], jnp.ones(96), *inputs[3:], first=0, eps=1e-6, impl="one_pass")
+        window_store(
+            jnp.zeros((5, 24, 99), jnp.uint8), inputs[1], jnp.ones(96), *inputs[3:], first=0, eps=1e-6, impl="one_pass"
+        )
     huge = jax.ShapeDtypeStruct((2**12, 2**13, 66), jnp.uint8)
     assert "2147483648" in one_pass.refuses(huge, *inputs[1:], **TINY.options)
 
@@ -161,7 +172,7 @@ def test_compiles_to_one_kernel_in_place_without_spills(target):
 def test_kernel_equals_definition_on_the_gpu(spec):
     inputs = spec.make_inputs(5)
     got = np.asarray(window_store(*inputs, **spec.options, impl="one_pass"))
-    want = np.asarray(jax.jit(lambda *a: window_store(*a, **spec.options, impl="reference"))(*inputs))
+    want = defined(inputs, spec)
     # the sums of the norm have another order there: a bf16 rounding, and with it a code, may go the other way
     dim = spec.dim
     assert (got[..., dim:] != want[..., dim:]).mean() < 1e-4

@@ -22,7 +22,9 @@ def _validate(
         raise ValueError(f"{_WHERE} value [T, D], D a multiple of {NV_GROUP}, and norm [D], got {value.shape} and {norm.shape}")
     (rows, dim), keys = value.shape, wk.shape[0]
     if wk.shape != (keys, dim) or key_norm.shape != (keys,) or keys % GROUP:
-        raise ValueError(f"{_WHERE} wk [J, {dim}], J a multiple of {GROUP}, and key_norm [J], got {wk.shape} and {key_norm.shape}")
+        raise ValueError(
+            f"{_WHERE} wk [J, {dim}], J a multiple of {GROUP}, and key_norm [J], got {wk.shape} and {key_norm.shape}"
+        )
     if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] != rows or 2 * cos.shape[1] > min(dim, keys):
         raise ValueError(f"{_WHERE} cos and sin [{rows}, R/2] with R <= {min(dim, keys)}, got {cos.shape} and {sin.shape}")
     _validate_pools(global_pool, index_pool, dim, keys)

@@ -64,13 +64,15 @@ class GlobalProducerSpec:
         """The static keyword arguments of `global_producer`."""
         return {"eps": self.eps, "dtype": jnp.dtype(jnp.bfloat16)}
 
-    def targets(self, starts, slots, tables):
+    def targets(self, starts, slots, tables, counts=None):
         """What a step's plan gives the operator, in numpy: (global_slots, index_slots, row_slots, positions, kept).
 
         starts, slots: int[B], slot < 0 = padding. tables: two of int[B, columns], page ids; <= 0 = unallocated.
+        counts: int[B] rows that are real, the first ones; None = all.
         """
         offset = np.arange(self.span)
-        live = (np.asarray(slots) >= 0)[:, None] & (offset >= 0)
+        counts = np.full(self.requests, self.span) if counts is None else np.asarray(counts)
+        live = (np.asarray(slots) >= 0)[:, None] & (offset < counts[:, None])
         positions = np.where(live, np.asarray(starts)[:, None] + offset, -1)
         entry = np.where((positions >= 0) & ((positions + 1) % self.ratio == 0), positions // self.ratio, -1)
         column = entry // self.entries
@@ -80,7 +82,7 @@ class GlobalProducerSpec:
             ok = (entry >= 0) & (column < table.shape[1]) & (page > 0)
             where.append(np.where(ok, page * self.entries + entry % self.entries, -1).reshape(-1))
         row_slots = np.where(live, np.asarray(slots)[:, None], -1).reshape(-1)
-        kept = (live & (offset >= self.span - self.ring)).reshape(-1)
+        kept = (live & (offset >= counts[:, None] - self.ring)).reshape(-1)
         return *(x.astype(np.int32) for x in (*where, row_slots, positions.reshape(-1))), kept
 
     def make_inputs(self, seed: int):
@@ -96,7 +98,9 @@ class GlobalProducerSpec:
                 table[1, rng.integers(0, columns, 4)] = _HOLES
                 table[2, starts[2] // self.page_tokens] = rng.choice(_HOLES)
         angle = rng.uniform(-np.pi, np.pi, (self.rows, self.rotary // 2))
-        value, gate = (rng.standard_normal((self.rows, self.dim)) * 2.0 ** rng.integers(-6, 7, (self.rows, 1)) for _ in range(2))
+        value, gate = (
+            rng.standard_normal((self.rows, self.dim)) * 2.0 ** rng.integers(-6, 7, (self.rows, 1)) for _ in range(2)
+        )
         value[-1] = 0
         weight = lambda n: jnp.asarray(rng.uniform(0.5, 1.5, n), jnp.bfloat16)
         f32, pairs = (lambda x: jnp.asarray(x, jnp.float32)), self.ratio == 2
