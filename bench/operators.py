@@ -72,6 +72,7 @@ OPERATORS = (
     Operator("router", ("k", "scale"), tolerance=1e-5),
     Operator("expert_plan", ("local", "tile_rows")),
     Operator("fp8_round_trip", ()),
+    Operator("fp8_round_trip", (), function="quantise", specs="QUANTISE_SPECS", implementations="QUANTISERS"),
     # sums and exponentials round in another order there: a bf16 rounding, and with it a code, may go the other way
     Operator("window_store", ("first", "eps"), in_place=1, differing=2e-3),
     Operator("global_producer", ("eps",), in_place=3, differing=5e-3),

@@ -37,21 +37,52 @@ class RoundTripSpec:
         return (jnp.asarray(x, jnp.bfloat16),)
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantiseSpec(RoundTripSpec):
+    """chosen: rows to take, any of x's; 0 = all as they lie."""
+
+    chosen: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Every value of x read once; a code for each that is taken, a scale for 32 of them, the row ids."""
+        taken = self.chosen or self.rows
+        return 2 * self.rows * self.channels + taken * (self.channels + self.channels // 32) + 4 * self.chosen
+
+    @property
+    def flops(self) -> int:
+        return 4 * (self.chosen or self.rows) * self.channels
+
+    def make_inputs(self, seed: int):
+        """(x bf16[T, I],) or (x, rows i32[R]): every row about as often."""
+        (x,) = super().make_inputs(seed)
+        if not self.chosen:
+            return (x,)
+        rows = np.sort(np.random.default_rng(seed).permutation(np.arange(self.chosen) % self.rows))
+        return x, jnp.asarray(rows, jnp.int32)
+
+
 SPECS = (
     RoundTripSpec("tiny", 3, 96),
     RoundTripSpec("front", 384, 5120),
     RoundTripSpec("qb", 384, 1280),
     RoundTripSpec("wo_b", 384, 8192),
 )
-BY_NAME = {s.name: s for s in SPECS}
+QUANTISE_SPECS = (
+    QuantiseSpec("quantise_tiny", 3, 96),
+    QuantiseSpec("quantise_tiny_chosen", 3, 96, 8),
+    QuantiseSpec("quantise_front", 384, 5120),
+    QuantiseSpec("quantise_wo_b", 384, 8192),
+    QuantiseSpec("quantise_experts", 384, 5120, 2720),  # 384 rows on six of 96 experts each, gaps and a tile behind them
+    QuantiseSpec("quantise_experts_down", 2720, 2304),
+)
+BY_NAME = {s.name: s for s in SPECS + QUANTISE_SPECS}
 
 
 def deviceless_case(name: str):
-    """"<spec>", "<spec>:quantise" or "<spec>:gathered" (7 times as many rows) -> (function, abstract arguments)."""
+    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
     from . import one_pass
 
-    name, _, what = name.partition(":")
     s = BY_NAME[name]
-    x, rows = jax.ShapeDtypeStruct((s.rows, s.channels), jnp.bfloat16), jax.ShapeDtypeStruct((7 * s.rows,), jnp.int32)
-    arguments = {"": (x,), "quantise": (x,), "gathered": (x, rows)}[what]
-    return one_pass.quantise if what else one_pass.fp8_round_trip, arguments
+    shapes = jax.eval_shape(lambda: s.make_inputs(0))
+    return one_pass.quantise if isinstance(s, QuantiseSpec) else one_pass.fp8_round_trip, shapes
