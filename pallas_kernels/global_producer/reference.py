@@ -18,10 +18,11 @@ def pool_pairs(
     before_v = jnp.concatenate([previous[:, None, 0], value[:, :-1]], 1)
     before_g = jnp.concatenate([previous[:, None, 1], gate[:, :-1]], 1)
     rows = (x.reshape(-1, x.shape[-1]) for x in (before_v, before_g, value, gate))
-    return in_row_tiles(_pooled, *rows).reshape(value.shape)
+    return in_row_tiles(pool_rows, *rows).reshape(value.shape)
 
 
-def _pooled(before_v, before_g, value, gate):
+def pool_rows(before_v, before_g, value, gate):
+    """f32[..., D], from four of that shape: softmax over the two gates per channel."""
     top = jnp.maximum(before_g, gate)
     a, b = jnp.exp(before_g - top), jnp.exp(gate - top)
     return (a / (a + b)) * before_v + (b / (a + b)) * value

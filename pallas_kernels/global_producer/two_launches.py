@@ -16,7 +16,7 @@ from ..codecs import FP4_MAX, FP8_MAX, GROUP, MXFP4_FLOOR, NV_GROUP, NVFP4_FLOOR
 from ..row_ops import matmul
 from ..triton_e4m3 import code_of, value_of
 from ..triton_rows import e8m0_exponents, inverse_power, largest, normalised, refuses_rows, rotated, warps
-from .reference import pending_row
+from .reference import pending_row, pool_rows
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
@@ -85,10 +85,8 @@ def _pair_entries(
         live = jnp.broadcast_to(first, (dim,))
         earlier = [plt.load(previous.at[request, part], mask=live, other=0.0) for part in (channels, gates)]
     before_v, before_g = jnp.where(first, earlier[0], inside(value)), jnp.where(first, earlier[1], inside(gate))
-    top = jnp.maximum(before_g, g)
-    a, b = jnp.exp(before_g - top), jnp.exp(g - top)
-    pooled = (a / (a + b)) * before_v + (b / (a + b)) * v
-    out = normalised(pooled.astype(jnp.bfloat16).astype(jnp.float32), norm[channels].astype(jnp.float32), eps)
+    pooled = pool_rows(before_v, before_g, v, g).astype(jnp.bfloat16)
+    out = normalised(pooled.astype(jnp.float32), norm[channels].astype(jnp.float32), eps)
     latent[row, channels] = out
     _store_entry(row, out, cos, sin, entry_slots, pool)
     held = row_slots[row]
