@@ -3,7 +3,8 @@
     python -m bench.compile_report --preset flash --target b300 --ranks 4 --batch 64 --context 32768 --out FILE
 
 Nothing is allocated: parameters, state and batch are shapes. Needs the CUDA plugin and its compiler, no driver. Fails with
-the reason if the state is not updated in place, or if the GPU's memory does not hold the step.
+the reason if the state is not updated in place, if anything is computed twice to save memory, or if the GPU's memory does
+not hold the step.
 """
 
 import argparse
@@ -181,6 +182,7 @@ def report(args) -> dict:
         "collective_overlap": hlo_report.overlapped(hlo),
         "launches": {"total": sum(launched.values()), **launched},
         "pool_copies": hlo_report.pool_copies(hlo, sizes),
+        "recomputed": hlo_report.recomputed(hlo),
         "seconds": {"trace_and_lower": round(lowered_at - began, 1), "compile": round(compiled_at - lowered_at, 1)},
         "environment": environment(),
     }  # fmt: skip
@@ -192,6 +194,8 @@ def defects(r: dict) -> list[str]:
     out = [f"copies a whole pool: {line}" for line in r["pool_copies"]]
     if m["aliased"] < r["pools_bytes"]["total"]:
         out.append(f"holds {r['pools_bytes']['total']} bytes of state, aliases only {m['aliased']}")
+    if r["recomputed"]:
+        out.append(f"computes {r['recomputed']} instructions again, to save memory")
     if m["peak"] > m["card"]:
         out.append(f"needs {m['peak'] / 1e9:.1f} GB of a GPU with {m['card'] / 1e9:.1f} GB")
     return out

@@ -135,6 +135,11 @@ def pool_copies(hlo: str, pools: set[tuple[str, int]]) -> list[str]:
     return moved
 
 
+def recomputed(hlo: str) -> int:
+    """Instructions that XLA computes again to save memory."""
+    return sum(".remat" in op.name for ops in computations(hlo)[1].values() for op in ops)
+
+
 def overlapped(hlo: str) -> dict[str, int]:
     """{"asynchronous": collectives with other work scheduled between start and done, "exposed": the others}."""
     _, comps = computations(hlo)

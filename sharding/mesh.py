@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from dsv41_jax.config import ModelConfig
 
+_PLANNED = 0.8  # share of device_memory_size that XLA plans with where there are no devices
 RANKS = "ranks"  # the mesh axis: requests, caches, experts and engram rows are split over it
 
 
@@ -28,14 +30,22 @@ def make_mesh(ranks: int, devices: Sequence | None = None) -> jax.sharding.Mesh:
     return jax.make_mesh((ranks,), (RANKS,), axis_types=auto, devices=devices[:ranks])
 
 
-def topology_mesh(target_file, ranks: int) -> jax.sharding.Mesh:
+def topology_mesh(target_file, ranks: int, memory_fraction: float = 0.97) -> jax.sharding.Mesh:
     """A mesh of `ranks` GPUs that do not exist, to compile for: what `target_file` (a GpuTargetConfigProto in text form)
-    describes. Needs the CUDA plugin, no driver. Raises ValueError for ranks < 1, OSError for an unreadable file."""
+    describes. Needs the CUDA plugin, no driver.
+
+    memory_fraction: how much of its memory a process will take (XLA_PYTHON_CLIENT_MEM_FRACTION). Without devices XLA plans
+    with 80 % of device_memory_size; a step whose weights and caches exceed that it compiles as if there were no memory
+    left: no collective overlaps with anything, and what can be computed again is, all-gathers included.
+    Raises ValueError for ranks < 1 or another description, OSError for an unreadable file."""
     from jax.experimental import topologies
 
     if ranks < 1:
         raise ValueError(f"mesh: expected ranks >= 1, got {ranks}")
-    text = pathlib.Path(target_file).read_text()
+    planned = lambda m: m[1] + str(int(int(m[2]) * memory_fraction / _PLANNED))
+    text, found = re.subn(r"(device_memory_size: )(\d+)", planned, pathlib.Path(target_file).read_text())
+    if found != 1:
+        raise ValueError(f"mesh: {target_file}: expected one device_memory_size, got {found}")
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{ranks}")
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.Mesh(np.array(topology.devices).reshape(ranks), (RANKS,), axis_types=auto)
