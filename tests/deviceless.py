@@ -66,6 +66,16 @@ class Compiled:
         return dataclasses.replace(self, ptx="".join(modules), kernels=tuple(k for k in self.kernels if part in k.name))
 
 
+def unfenced_products(ptx: str) -> int:
+    """Fifth-generation tensor-core products that may read what was copied to shared memory asynchronously (cp.async) with
+    no fence.proxy.async since the wait for it: they may find older bytes there. Counted in the order of the text."""
+    unfenced, fenced = 0, True
+    for event in re.findall(r"\.entry\b|cp\.async\.wait_\w+|fence\.proxy\.async|tcgen05\.mma", ptx):
+        unfenced += event == "tcgen05.mma" and not fenced
+        fenced = event in (".entry", "fence.proxy.async") or (fenced and event == "tcgen05.mma")
+    return unfenced
+
+
 def _entries(ptx: str) -> list[str]:
     return re.findall(r"\.entry\s+([\w$]+)", ptx)
 

@@ -164,6 +164,7 @@ def test_compiles_to_tensor_cores_without_spills(target):
         kernel = compiled[case].matching(entry)
         assert [k.name for k in kernel.kernels] == [entry]
         assert instruction in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+        assert deviceless.unfenced_products(kernel.ptx) == 0
         assert kernel.registers <= most and kernel.spill_bytes == 0, kernel.kernels
         assert "copy(" not in compiled[case].hlo, "no pool may be copied on its way to the kernel"
 

@@ -125,7 +125,7 @@ def _inline_asm(builder, text, constraints, values, types, pure, pack):
     for i, column in enumerate(c for x in inputs for c in x.T):
         registers[f"${outputs + i}"] = column
     for line in filter(None, (part.strip() for part in text.strip().strip("{}").split(";"))):
-        if not line.startswith((".reg", "griddepcontrol.wait")):
+        if not line.startswith((".reg", "griddepcontrol.wait", "fence.proxy.async")):
             opcode, _, operands = line.partition(" ")
             target, *sources = operands.split(",")
             registers[target.strip()] = _PTX[opcode](*map(operand, sources))

@@ -7,10 +7,10 @@ kind mxf4 for sm_100 and sm_103; for sm_90 it decodes both to bf16 and uses wgmm
 lane of tensor memory is a key, so a thread finds all heads of its key in registers and the sum over heads needs no
 shuffle. The dense kernel loads a tile of keys once for up to three such products.
 
-Two forms are there for Triton 3.6, which fails on the plain ones: the accumulator of a product inside a loop is carried
-by the loop and cleared under a condition that the compiler cannot decide (a constant zero breaks it; so nothing is
-written to tensor memory, the clearing becomes a flag of the instruction), and the scales of a tile pass through
-`_again` before a second product reads them.
+Three forms are there for Triton 3.6, which fails on the plain ones: the accumulator of a product inside a loop is
+carried by the loop and cleared under a condition that the compiler cannot decide (a constant zero breaks it; so nothing
+is written to tensor memory, the clearing becomes a flag of the instruction), the scales of a tile pass through `_again`
+before a second product reads them, and through `_published` before the first.
 """
 
 import triton
@@ -46,6 +46,16 @@ def _query_tile(q, scales, weights, first_row, HEADS: tl.constexpr, N: tl.conste
 def _again(scales):
     """u8 -> the same, in registers that common-subexpression elimination does not know to be the same."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [scales], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def _published(scales):
+    """u8 -> the same, when the tensor core may read the keys that came with them. They are copied to shared memory
+    asynchronously and waited for, which orders them for threads only; Triton 3.6 has the fence for the tensor core once,
+    before the loop (triton-lang/triton pull request 9610)."""
+    return tl.inline_asm_elementwise(
+        "fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [scales], dtype=tl.uint8, is_pure=False, pack=4
+    )
 
 
 @triton.jit
@@ -135,6 +145,7 @@ def index_score_dense(
             page = tl.load(table + b * COLUMNS + of_page // E, mask=column < CAPACITY, other=0)
             live = (page > 0) & (page < PAGES)
             keys, scales = _key_tile(pool, page, of_page % E, live, E, DIM)
+            scales = _published(scales)
             if live_tiles > 0:
                 dots0 = tl.zeros((TILE, N), tl.float32)
             dots0 = tl.dot_scaled(keys, scales, "e2m1", q0.T, s0, "e2m1", dots0)
@@ -179,6 +190,7 @@ def index_score_candidates(
         slot = tl.load(slots + t * BLOCKS + compact // BLOCK, mask=column < stop, other=-1)
         entry = slot.to(tl.uint32)
         keys, scales = _key_tile(pool, entry // E, entry % E + compact % BLOCK, slot >= 0, E, DIM)
+        scales = _published(scales)
         if tiles > 0:
             dots = tl.zeros((TILE, HEADS), tl.float32)
         dots = tl.dot_scaled(keys, scales, "e2m1", packed.T, scale, "e2m1", dots)
