@@ -131,6 +131,25 @@ def test_a_kernel_takes_every_product_of_the_model(spec):
     assert told(arch="cpu")["chosen"] == "reference"
 
 
+def test_rows_are_rounded_once_on_every_architecture():
+    """An FP8 product of the model: its own round trip, except where the product's kernel quantises its rows anyway."""
+    from dsv41_jax.linear import fp8_matmul
+    from dsv41_jax.options import DecodeOptions
+    from dsv41_jax.precision import FLOAT32, RELEASED
+    from pallas_kernels import registry
+
+    args = jax.eval_shape(lambda: MatmulSpec("x", 8, 256, 128).make_inputs(0))
+
+    def rounds(arch, p=RELEASED, **choice):
+        options = DecodeOptions(implementations=tuple(choice.items()))
+        with registry.compiling_for(arch):
+            return "fp8_round_trip" in str(jax.make_jaxpr(lambda *a: fp8_matmul(*a, p, options))(*args))
+
+    assert rounds("sm_90") and not rounds("sm_90", FLOAT32)
+    if importlib.util.find_spec("jax_triton"):
+        assert not rounds("sm_103") and rounds("sm_103", block_scaled_matmul="reference")
+
+
 def test_refusals_have_reasons():
     x, w, s = TINY[3].make_inputs(0)
     assert "multiple of 128, got 96" in explain(x, w, s, arch="sm_90")["hopper"]
@@ -330,6 +349,7 @@ def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
     got = compiled.matching("block_scaled_matmul")
     assert compiled.spill_bytes == 0
     assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
+    assert deviceless.unfenced_products(got.ptx) == 0
 
 
 BF16_PRODUCTS = {"sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma", "sm_103a": "tcgen05.mma"}
@@ -345,5 +365,6 @@ def test_blackwell_kernel_of_bf16_rows_compiles_to_tensor_cores(target):
         assert [k.name for k in got.kernels] == ["block_scaled_matmul_bf16_triton"], name
         assert got.spill_bytes == 0, got.kernels
         assert BF16_PRODUCTS[target] in got.ptx and "mul.rn.bf16x2" in got.ptx
+        assert deviceless.unfenced_products(got.ptx) == 0, name
         assert ("kind::f16" in got.ptx) == (target != "sm_90a")
         assert "bf16[8192,4096]" not in got.hlo and "copy(" not in got.hlo, "no expanded copy of the weight"

@@ -92,6 +92,7 @@ def test_compiles_to_tensor_cores_with_one_decoding_of_each_tile(target):
     assert kernel.kernels == compiled.kernels and len(kernel.kernels) == 1, "nor pass through another one"
     assert "mma.sync" not in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
     assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in kernel.ptx
+    assert deviceless.unfenced_products(kernel.ptx) == 0
     assert "cp.async.cg.shared.global" in kernel.ptx, "records are gathered 16 bytes at a time"
     waits = re.findall(r"cp\.async\.wait_group\s+([1-9])", kernel.ptx)
     assert len(waits) >= 2, "both loops leave the next tile's bytes in flight while they decode one"

@@ -52,6 +52,22 @@ def _kernel():
         )  # fmt: skip
 
     @triton.jit
+    def published(codes):
+        """u8 -> the same, when the tensor core may read the rows that came with them. They are copied to shared memory
+        asynchronously and waited for, which orders them for threads only; Triton 3.6 has no fence for the tensor core
+        where nothing but copies is in shared memory (triton-lang/triton pull request 9610)."""
+        return tl.inline_asm_elementwise(
+            """{
+            fence.proxy.async.shared::cta;
+            mov.b32 $0, $4;
+            mov.b32 $1, $5;
+            mov.b32 $2, $6;
+            mov.b32 $3, $7;
+            }""",
+            "=&r,=&r,=&r,=r,r,r,r,r", [codes], dtype=tl.uint8, is_pure=True, pack=16,
+        )  # fmt: skip
+
+    @triton.jit
     def block_scaled_matmul_bf16_triton(
         x, w, ws, out, M: tl.constexpr, G: tl.constexpr, O: tl.constexpr, I: tl.constexpr,
         BIAS: tl.constexpr, HELD_BACK: tl.constexpr, LARGEST_SCALE: tl.constexpr,
@@ -78,13 +94,13 @@ def _kernel():
             exponent = tl.minimum(scale, LARGEST_SCALE).to(tl.int16) + (BIAS - HELD_BACK)
             factor = (exponent << 7).to(tl.bfloat16, bitcast=True)
             factor = tl.broadcast_to(factor[:, :, None], (BW, BK // 32, 32))
-            acc = tl.dot(expanded(codes, factor).reshape(BW, BK), rows.T, acc)
+            acc = tl.dot(expanded(published(codes), factor).reshape(BW, BK), rows.T, acc)
         acc *= 2.0**HELD_BACK
         at = out + row[None, :].to(tl.int64) * (G * O) + line[:, None]
         tl.store(at, acc.to(out.dtype.element_ty), mask=line_live[:, None] & (row < M)[None, :])
 
-    for kernel in (expanded, block_scaled_matmul_bf16_triton):  # names a kernel's body uses have to be globals
-        kernel.fn.__globals__.update(tl=tl, expanded=expanded)
+    for kernel in (expanded, published, block_scaled_matmul_bf16_triton):  # names a kernel's body uses have to be globals
+        kernel.fn.__globals__.update(tl=tl, expanded=expanded, published=published)
     return block_scaled_matmul_bf16_triton
 
 
