@@ -8,7 +8,7 @@ from dsv41_jax import indexer
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.indexer import Selection
-from dsv41_jax.linear import fp8_linear, fp8_matmul, quantise_input, rms_norm
+from dsv41_jax.linear import fp8_linear, fp8_matmul, rms_norm
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Attention
 from dsv41_jax.plan import StepPlan
@@ -61,7 +61,7 @@ def project_window(
     """dtype[T, D]: the window KV columns of the front product alone (draft commits need no queries)."""
     rows = slice(c.q_lora_rank, None)
     weight, scale = params.front.weight[...][rows], params.front.scale[...][c.q_lora_rank // codecs.GROUP :]
-    return fp8_matmul(quantise_input(x, p, options), weight, scale, options, quantised=p.quantise_activations)
+    return fp8_matmul(x, weight, scale, p, options)
 
 
 def store_window(
@@ -89,7 +89,7 @@ def output_projection(
 ):
     """dtype[T, H]: grouped wo_a without activation quantisation, then the FP8 linear wo_b."""
     o = o.reshape(o.shape[0], -1)
-    z = fp8_matmul(o, params.wo_a.weight[...], params.wo_a.scale[...], options, quantised=False, groups=c.o_groups)
+    z = fp8_matmul(o, params.wo_a.weight[...], params.wo_a.scale[...], p, options, quantise=False, groups=c.o_groups)
     return fp8_linear(z, params.wo_b, p, options)
 
 

@@ -8,19 +8,10 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Fp8Linear
 from dsv41_jax.precision import Precision
 from pallas_kernels import registry
-from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul
+from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul, rounds_rows
 from pallas_kernels.fp8_round_trip.api import fp8_round_trip
 from pallas_kernels.row_ops import matmul as matmul
 from pallas_kernels.row_ops import rms_norm as rms_norm
-
-
-def quantise_input(
-    x,  # dtype[T, I]
-    p: Precision,
-    options: DecodeOptions,
-):
-    """The input of an FP8 or FP4 linear after its per-32 FP8 round trip (exact in bf16); unchanged in fp32 precisions."""
-    return fp8_round_trip(x, impl=options.impl("fp8_round_trip")) if p.quantise_activations else x
 
 
 @functools.partial(jax.jit, static_argnames=("groups", "quantised", "impl", "arch"))
@@ -33,15 +24,19 @@ def fp8_matmul(
     x,  # dtype[T, G*I]
     weight,  # f8[G*O, I]
     scale,  # u8[ceil(G*O/32), ceil(I/32)]
+    p: Precision,
     options: DecodeOptions,
     *,
-    quantised: bool,
+    quantise: bool = True,
     groups: int = 1,
 ):
     """dtype[T, G*O]: products with a block-scaled weight, of the O rows of each group with that group's I channels.
-    quantised: x has been through quantise_input in `released`."""
-    return _block_scaled_matmul(x, weight, scale, groups=groups, quantised=quantised,
-                                impl=options.impl("block_scaled_matmul"), arch=registry.current_arch())  # fmt: skip
+    quantise: x goes through the per-32 FP8 round trip first (exact in bf16), in `released`."""
+    quantise = quantise and p.quantise_activations
+    chosen = {"groups": groups, "impl": options.impl("block_scaled_matmul"), "arch": registry.current_arch()}
+    if quantise and not rounds_rows(x, weight, scale, **chosen):
+        x = fp8_round_trip(x, impl=options.impl("fp8_round_trip"))
+    return _block_scaled_matmul(x, weight, scale, quantised=quantise, **chosen)
 
 
 def fp8_linear(
@@ -51,5 +46,4 @@ def fp8_linear(
     options: DecodeOptions,
 ):
     """dtype[T, O]: the FP8 linear of spec/model.md section 4."""
-    return fp8_matmul(quantise_input(x, p, options), linear.weight[...], linear.scale[...], options,
-                      quantised=p.quantise_activations)  # fmt: skip
+    return fp8_matmul(x, linear.weight[...], linear.scale[...], p, options)

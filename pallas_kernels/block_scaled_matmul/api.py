@@ -44,8 +44,8 @@ def block_scaled_matmul(
 ):
     """dtype[M, R]: y[:, g*O + o] = sum over i of x[:, g*I + i] * w[g*O + o, i] * 2**(s[(g*O + o) // 32, i // 32] - 127).
 
-    O = R / G. quantised: x has been through the FP8 round trip (per 32 channels e4m3 times a power of two), so that an
-    implementation may multiply in FP8; the result is the same up to the order of sums. Every product of a value of x and a
+    O = R / G. quantised: x has been through the FP8 round trip (per 32 channels e4m3 times a power of two), or `rounds_rows`
+    says that it need not; so an implementation may multiply in FP8, the result is the same up to the order of sums. Every product of a value of x and a
     scaled weight is exact and sums are fp32; on a GPU their order depends on the weight's shape alone, so that a row's bits
     do not depend on the rest of the batch. The result is rounded once to out_dtype (x's dtype by default).
     Raises ValueError for shapes or dtypes that do not fit together. Source: spec/model.md sections 4 and 5.
@@ -54,6 +54,14 @@ def block_scaled_matmul(
     kwargs = dict(groups=groups, quantised=quantised, out_dtype=out_dtype)
     chosen, _ = resolve("block_scaled_matmul", IMPLEMENTATIONS, impl, arch, x, w, s, **kwargs)
     return chosen.run(x, w, s, **kwargs)
+
+
+def rounds_rows(x, w, s, *, groups: int = 1, impl: str = "auto", arch: str | None = None) -> bool:
+    """Whether the implementation of `quantised` rows rounds them itself: x as it is then gives the result of x after the FP8
+    round trip. Arguments and errors as above."""
+    _validate(x, w, s, groups, None)
+    chosen, _ = resolve("block_scaled_matmul", IMPLEMENTATIONS, impl, arch, x, w, s, groups=groups, quantised=True)
+    return chosen.run is blackwell.block_scaled_matmul and groups == 1
 
 
 def explain(x, w, s, *, groups=1, quantised=False, out_dtype=None, arch=None) -> dict[str, str]:

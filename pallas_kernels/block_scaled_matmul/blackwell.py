@@ -1,8 +1,8 @@
 """Block-scaled FP8 product on Blackwell: Triton's block-scaled dot, both operands e4m3 with their scales as they are.
 
-x, already through the FP8 round trip, is quantised again, which gives the same values back: the largest of a group
-decides its scale both times, or one octave less with every code still an e4m3 number. Nothing is decoded; only the order
-of fp32 sums differs from `reference`. One program computes 128 rows of x times a block of weight rows over all channels
+x is quantised here. If it has been through the FP8 round trip already, that gives the same values back: the largest of a
+group decides its scale both times, or one octave less with every code still an e4m3 number. Nothing is decoded; only the
+order of fp32 sums differs from `reference`. One program computes 128 rows of x times a block of weight rows over all channels
 in ascending order, so a row's bits do not depend on the other rows. On Hopper the same kernel runs with an emulated dot:
 good for checking, not for speed. Rows that are not quantised, and groups, go to `blackwell_bf16`.
 """
