@@ -54,8 +54,15 @@ def _published(scales):
     asynchronously and waited for, which orders them for threads only; Triton 3.6 has the fence for the tensor core once,
     before the loop (triton-lang/triton pull request 9610)."""
     return tl.inline_asm_elementwise(
-        "fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [scales], dtype=tl.uint8, is_pure=False, pack=4
-    )
+        """{
+        fence.proxy.async.shared::cta;
+        mov.b32 $0, $4;
+        mov.b32 $1, $5;
+        mov.b32 $2, $6;
+        mov.b32 $3, $7;
+        }""",
+        "=&r,=&r,=&r,=r,r,r,r,r", [scales], dtype=tl.uint8, is_pure=False, pack=16,
+    )  # fmt: skip
 
 
 @triton.jit
