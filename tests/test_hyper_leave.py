@@ -60,11 +60,15 @@ def test_equals_numpy(spec, run):
     check(got, inputs, spec.eps)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+ON_GPU = pytest.param(functools.partial(site_to_site, impl="fused"), marks=pytest.mark.gpu, id="gpu")
+
+
+@pytest.mark.parametrize("run", [pytest.param(interpreted, id="interpreted"), ON_GPU])
+def test_a_row_does_not_depend_on_the_rows_beside_it(run):
     spec = BY_NAME["tiny_wide"]
     inputs = spec.make_inputs(4)
-    whole = interpreted(*inputs, **spec.options)
-    part = interpreted(*[x[16:32] if x.shape[0] == spec.rows else x for x in inputs], **spec.options)  # tiles of 16 rows
+    whole = run(*inputs, **spec.options)
+    part = run(*[x[16:32] if x.shape[0] == spec.rows else x for x in inputs], **spec.options)  # tiles of 16 rows
     for a, b in zip(part, whole, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)[16:32])
 

@@ -54,6 +54,14 @@ def _interleaved(values):
     return jnp.stack([_interleaved(values[0::2]), _interleaved(values[1::2])], -1)
 
 
+def _total(x):
+    """f32[R, C] -> f32[R, 1], C a power of two: neighbours added, then their sums, and so on. Triton's own order depends on
+    how many rows a program has."""
+    while x.shape[1] > 1:
+        x = jnp.sum(x.reshape(x.shape[0], -1, 2), 2)
+    return x
+
+
 def _body(streams, y, post, comb, pre, fn, out, x, partial, *, m: int):
     """streams, out bf16[R, M, C], y, x bf16[R, C], post, pre f32[R, M], comb f32[R, M * M], fn bf16[N, C * M],
     partial f32[1, R, P]: column N is the sum of squares."""
@@ -88,7 +96,7 @@ def _body(streams, y, post, comb, pre, fn, out, x, partial, *, m: int):
     start = jnp.zeros((rows, columns), jnp.float32), jnp.zeros((rows, STEP), jnp.float32)
     products, squares = jax.lax.fori_loop(0, chunk // STEP, step, start)
     column = jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    partial[0, :, :] = jnp.where(column == n, jnp.sum(squares, 1)[:, None], products)
+    partial[0, :, :] = jnp.where(column == n, _total(squares), products)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
