@@ -159,3 +159,4 @@ def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
     got = compiled.matching("experts_")
     assert len(got.kernels) == 2
     assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
+    assert deviceless.unfenced_products(got.ptx) == 0
