@@ -175,7 +175,22 @@ def exchange(results: Results) -> str:
     return table(["source", "what", "against one device"], rows) if rows else ""
 
 
-_SECTIONS = ("decode", "layers", "operators", "experts", "by hand", "sweep", "options", "agreement", "exchange")
+def compiled(results: Results) -> str:
+    """Steps compiled without a GPU: what one GPU holds, receives and launches in a step."""
+    link, out = links(results), []
+    for source, d in results.of("compile_report"):
+        w, m, overlap = d["what"], d["memory_bytes"], d["collective_overlap"]
+        received = sum(row["bytes"] for row in d["collectives"])
+        out.append([f"{w['preset']}, {w['layers']} layers", f"{w['ranks']} x {w['target']}", w["batch_per_rank"], str(w["context"]),
+                    *(x / 1e9 for x in (d["weights_bytes"]["total"], d["pools_bytes"]["total"], m["temporaries"], m["peak"], m["card"])),
+                    received / 1e6, f"{overlap['asynchronous']} of {sum(overlap.values())}", str(d["launches"]["total"]),
+                    d["seconds"]["compile"], link[source.file]])  # fmt: skip
+    heads = ["workload", "GPUs", "B a rank", "context", "weights GB", "caches GB", "temporaries GB", "peak GB", "card GB",
+             "received MB a step", "collectives beside other work", "launches", "compile s", "source"]  # fmt: skip
+    return table(heads, out) if out else ""
+
+
+_SECTIONS = ("compile_report", "decode", "layers", "operators", "experts", "by hand", "sweep", "options", "agreement", "exchange")
 
 
 def numbers_of(value, path: str = "") -> list[tuple[str, float]]:
@@ -208,6 +223,7 @@ def report(results: Results, charts: list[str]) -> str:
         ("Switches, each alone against the default", show("options.png") + switches(results)),
         ("Agreement of outputs", agreement(results)),
         ("Expert exchange", exchange(results)),
+        ("Compiled for GPUs that were not there (bytes of one GPU)", compiled(results)),
         ("Other benches", others(results)),
         ("Not measured yet", missing),
     ]  # fmt: skip

@@ -217,6 +217,20 @@ def test_the_command_draws_what_there_is(tmp_path):
         report.insert("no marks", "")
 
 
+def test_compiled_steps_show_bytes_and_overlap(tmp_path):
+    what = {"preset": "flash", "layers": 40, "ranks": 4, "target": "b300", "batch_per_rank": 64, "context": 32768}
+    made = {
+        "benchmark": "compile_report", "environment": ENVIRONMENT, "what": what, "weights_bytes": {"total": 135_200_000_000},
+        "pools_bytes": {"total": 2_100_000_000}, "memory_bytes": {"temporaries": 3 * 10**8, "peak": 138 * 10**9, "card": 297 * 10**9},
+        "collectives": [{"bytes": 900_000_000}, {"bytes": 300_000_000}], "collective_overlap": {"asynchronous": 86, "exposed": 2},
+        "launches": {"total": 2805, "fusion": 2000}, "seconds": {"compile": 126.1},
+    }  # fmt: skip
+    (tmp_path / "compiled.json").write_text(json.dumps(made))
+    text = report.report(results_files.read(tmp_path), [])
+    (row,) = rows(text, "flash, 40 layers", "4 x b300")
+    assert row[2:] == ["64", "32768", "135.2", "2.1", "0.3", "138", "297", "1200", "86 of 88", "2805", "126.1", "[1](compiled.json)"]
+
+
 def test_committed_tables_are_those_of_the_committed_files():
     """After a new result file: python -m bench.report."""
     results = results_files.read(report.FOLDER)
