@@ -1,7 +1,8 @@
-"""Every benchmark of one GPU, one after the other, inside a time limit: what a lent or rented machine is used for.
+"""Every benchmark of one GPU, or of R, one after the other, inside a time limit: what a lent or rented machine is used for.
 
     python -m bench.campaign --out bench/results --minutes 25
     python -m bench.campaign --out FOLDER --jobs decode,layers,sweep     # these only, in this order
+    python -m bench.campaign --ranks 4 --out FOLDER --minutes 10         # the sharded step: equality, exchange, decode
     python -m bench.campaign --list
 
 Each job is a process of its own, so a failure costs only itself, and all share one folder of compiled programs. A job that the
@@ -11,6 +12,7 @@ time left does not cover is skipped and said so. Exit status: 0 if everything as
 
 import argparse
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
@@ -25,8 +27,8 @@ CUT = ("--preset", "flash-rank", "--layers", "6")  # six layers keep every layer
 class Job:
     """One benchmark process.
 
-    module: under `bench`. arguments: its command line but --out; "{out}" and "{scratch}" are replaced. file: the result's
-    name. minutes: what it took on an H200, compiling included, rounded up; it is started only if so much time is left.
+    module: under `bench`. arguments: its command line but --out; "{out}", "{scratch}", "{ranks}" and "{layers}" are replaced. file: the result's
+    name. minutes: what it is expected to take on an H200, compiling included; it is started only if so much time is left.
     needs: a job whose result it reads.
     """
 
@@ -52,6 +54,17 @@ JOBS = (
 )  # fmt: skip
 
 
+RANK_JOBS = (
+    Job("ranks_check", "ranks_check", ("--preset", "flash", "--layers", "6", "--ranks", "{ranks}"),
+        "ranks_check_{ranks}ranks_6layers.json", 3),
+    Job("exchange", "exchange", ("--ranks", "{ranks}"), "exchange_{ranks}ranks.json", 1),
+    Job("decode", "decode", ("--preset", "flash", "--ranks", "{ranks}", "--layers", "{layers}", "--profile", "{scratch}/trace"),
+        "decode_flash_{ranks}ranks_{layers}layers.json", 3),
+    Job("layers", "layers", ("--trace", "{scratch}/trace", "--decode", "{out}/decode_flash_{ranks}ranks_{layers}layers.json"),
+        "layers_flash_{ranks}ranks_{layers}layers.json", 1, needs="decode"),
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a job ended: "ran", "failed (why)" or "skipped (why)"; seconds it took."""
@@ -65,10 +78,10 @@ class Outcome:
         return self.status == "ran"
 
 
-def command(job: Job, out: pathlib.Path, scratch: pathlib.Path) -> list[str]:
+def command(job: Job, out: pathlib.Path, scratch: pathlib.Path, ranks: int = 1, layers: int = 40) -> list[str]:
     """The job's command line."""
-    filled = [a.format(out=out, scratch=scratch) for a in job.arguments]
-    return [sys.executable, "-m", f"bench.{job.module}", *filled, "--out", str(out / job.file)]
+    fill = functools.partial(str.format, out=out, scratch=scratch, ranks=ranks, layers=layers)
+    return [sys.executable, "-m", f"bench.{job.module}", *(fill(a) for a in job.arguments), "--out", str(out / fill(job.file))]
 
 
 def campaign(jobs, out: pathlib.Path, scratch: pathlib.Path, seconds: float, make=command) -> list[Outcome]:
@@ -94,9 +107,9 @@ def campaign(jobs, out: pathlib.Path, scratch: pathlib.Path, seconds: float, mak
     return outcomes
 
 
-def chosen(names: str | None) -> list[Job]:
-    """Jobs by name, all if None. Raises ValueError for an unknown name."""
-    known = {j.name: j for j in JOBS}
+def chosen(names: str | None, ranks: int = 1) -> list[Job]:
+    """Jobs of one GPU or of several by name, all if None. Raises ValueError for an unknown name."""
+    known = {j.name: j for j in (JOBS if ranks == 1 else RANK_JOBS)}
     wanted = list(known) if names is None else [n.strip() for n in names.split(",")]
     if unknown := [n for n in wanted if n not in known]:
         raise ValueError(f"jobs: expected names among {', '.join(known)}, got {', '.join(map(repr, unknown))}")
@@ -106,23 +119,26 @@ def chosen(names: str | None) -> list[Job]:
 def main(argv=None) -> int:
     p = argparse.ArgumentParser(prog="bench.campaign", description=__doc__.split("\n\n")[0])
     p.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="where the result files go")
-    p.add_argument("--jobs", metavar="NAMES", help=f"comma-separated, in this order (default: {','.join(j.name for j in JOBS)})")
+    p.add_argument("--ranks", type=int, default=1, help="GPUs; more than one: the jobs of the sharded step")
+    p.add_argument("--layers", type=int, default=40, help="of `decode` over several ranks (default 40: all)")
+    p.add_argument("--jobs", metavar="NAMES", help="comma-separated, in this order (default: those that --list shows)")
     p.add_argument("--minutes", type=float, default=60.0, help="time limit for all of it (default 60)")
     p.add_argument("--list", action="store_true", help="print the commands and run none")
     args = p.parse_args(argv)
     try:
-        jobs = chosen(args.jobs)
+        jobs = chosen(args.jobs, args.ranks)
     except ValueError as e:
         p.error(str(e))
+    make = functools.partial(command, ranks=args.ranks, layers=args.layers)
     if args.list:
         for job in jobs:
-            print(f"{job.minutes:g} min", *command(job, args.out or pathlib.Path("OUT"), pathlib.Path("SCRATCH"))[1:])
+            print(f"{job.minutes:g} min", *make(job, args.out or pathlib.Path("OUT"), pathlib.Path("SCRATCH"))[1:])
         return 0
     if args.out is None:
         p.error("--out: expected a folder")
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dsv41-campaign-") as scratch:
-        outcomes = campaign(jobs, args.out, pathlib.Path(scratch), 60 * args.minutes)
+        outcomes = campaign(jobs, args.out, pathlib.Path(scratch), 60 * args.minutes, make)
     for o in outcomes:
         print(f"{o.job.name}: {o.status}, {o.seconds:.0f} s")
     return 0 if all(o.ran for o in outcomes) else 1

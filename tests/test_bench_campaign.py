@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from bench import campaign, results_files
-from bench.campaign import JOBS, Job
+from bench.campaign import JOBS, RANK_JOBS, Job
 
 
 def script(job, out, scratch):
@@ -36,7 +36,7 @@ def test_a_job_is_killed_at_the_limit(tmp_path):
     assert outcome.status == "failed (out of time)" and outcome.seconds < 60
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda j: j.name)
+@pytest.mark.parametrize("job", [*JOBS, *RANK_JOBS], ids=lambda j: j.file)
 def test_a_jobs_options_exist(job, capsys):
     module = importlib.import_module(f"bench.{job.module}")
     with pytest.raises(SystemExit) as stop:
@@ -51,6 +51,10 @@ def test_names_are_checked_and_listed(capsys):
     assert campaign.main(["--list", "--jobs", "layers,decode"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "bench.layers" in lines[0] and "bench.decode" in lines[1] and "--out OUT/decode_flash_rank.json" in lines[1]
+    assert campaign.main(["--list", "--ranks", "4", "--layers", "12"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("bench.")[1].split()[0] for line in lines] == ["ranks_check", "exchange", "decode", "layers"]
+    assert "--ranks 4 --layers 12" in lines[2] and lines[3].endswith("--out OUT/layers_flash_4ranks_12layers.json")
     with pytest.raises(SystemExit):
         campaign.main(["--jobs", "decode,typo", "--out", "x"])
     assert "expected names among decode" in capsys.readouterr().err
