@@ -47,7 +47,7 @@ JOBS = (
     Job("sweep", "sweep", CUT, "sweep_flash_rank_6layers.json", 7),
     Job("agreement", "agreement", (*CUT, "--count", "8"), "agreement_flash_rank_6layers.json", 4),
     Job("options", "options", (*CUT, "--steps", "16", "--warmup", "1", "--skip", "experts", "--skip", "default_implementation"),
-        "options_flash_rank_6layers.json", 5),
+        "options_flash_rank_6layers.json", 8),
     Job("engine", "engine", (*CUT, "--steps", "32"), "engine_flash_rank_6layers.json", 2),
     Job("experts", "experts", (), "experts.json", 3),
     Job("operators", "operators", (), "operators.json", 6),
