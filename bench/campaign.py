@@ -27,9 +27,9 @@ CUT = ("--preset", "flash-rank", "--layers", "6")  # six layers keep every layer
 class Job:
     """One benchmark process.
 
-    module: under `bench`. arguments: its command line but --out; "{out}", "{scratch}", "{ranks}" and "{layers}" are replaced. file: the result's
-    name. minutes: what it is expected to take on an H200, compiling included; it is started only if so much time is left.
-    needs: a job whose result it reads.
+    module: under `bench`. arguments: its command line but --out; "{out}", "{scratch}", "{ranks}" and "{layers}" are
+    replaced, in `file`, the result's name, too. minutes: what it is expected to take on an H200, compiling included; it is
+    started only if so much time is left. needs: a job whose result it reads.
     """
 
     name: str
