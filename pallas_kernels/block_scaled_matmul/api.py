@@ -45,9 +45,10 @@ def block_scaled_matmul(
     """dtype[M, R]: y[:, g*O + o] = sum over i of x[:, g*I + i] * w[g*O + o, i] * 2**(s[(g*O + o) // 32, i // 32] - 127).
 
     O = R / G. quantised: x has been through the FP8 round trip (per 32 channels e4m3 times a power of two), or `rounds_rows`
-    says that it need not; so an implementation may multiply in FP8, the result is the same up to the order of sums. Every product of a value of x and a
-    scaled weight is exact and sums are fp32; on a GPU their order depends on the weight's shape alone, so that a row's bits
-    do not depend on the rest of the batch. The result is rounded once to out_dtype (x's dtype by default).
+    says that it need not; so an implementation may multiply in FP8, the result is the same up to the order of sums. Every
+    product of a value of x and a scaled weight is exact and sums are fp32; on a GPU their order depends on the weight's
+    shape alone, so that a row's bits do not depend on the rest of the batch. The result is rounded once to out_dtype (x's
+    dtype by default).
     Raises ValueError for shapes or dtypes that do not fit together. Source: spec/model.md sections 4 and 5.
     """
     _validate(x, w, s, groups, out_dtype)
