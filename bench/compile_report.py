@@ -37,6 +37,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--gamma", type=int, help="drafts per step (default: the draft block)")
     p.add_argument("--exchange", default="gather", choices=("gather", "reduce_scatter", "all_to_all", "ragged"))
+    p.add_argument("--exchange-parts", type=int, default=1, help="column parts in which the experts' contributions go home")
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled HLO")
     p.add_argument("--out", metavar="FILE", help="write the report as JSON")
@@ -80,19 +81,20 @@ def lower(args, mesh):
                         pack_sampling([None] * rows, [0] * rows, c.eos_token_id))  # fmt: skip
     sharding = NamedSharding(mesh, batch_spec())
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), batch)
-    steps = ShardedSteps(net, params, mesh, args.gamma, make_exchange(args.exchange, mesh.size))
+    steps = ShardedSteps(net, params, mesh, args.gamma, make_exchange(args.exchange, mesh.size, args.exchange_parts))
     return steps.lower_decode(state, batch), net, params, state
 
 
-def make_exchange(name: str, ranks: int):
-    """An exchange of `sharding.exchange` by its command-line name."""
+def make_exchange(name: str, ranks: int, parts: int = 1):
+    """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts. Raises ValueError for
+    parts < 1."""
     from sharding.exchange import AllToAllExchange, GatherExchange
 
     return {
-        "gather": lambda: GatherExchange(ranks),
-        "reduce_scatter": lambda: GatherExchange(ranks, combine="reduce_scatter"),
-        "all_to_all": lambda: AllToAllExchange(ranks),
-        "ragged": lambda: AllToAllExchange(ranks, ragged=True),
+        "gather": lambda: GatherExchange(ranks, parts=parts),
+        "reduce_scatter": lambda: GatherExchange(ranks, parts=parts, combine="reduce_scatter"),
+        "all_to_all": lambda: AllToAllExchange(ranks, parts=parts),
+        "ragged": lambda: AllToAllExchange(ranks, parts=parts, ragged=True),
     }[name]()
 
 
@@ -173,7 +175,7 @@ def report(args) -> dict:
         "what": {
             "preset": args.preset, "target": args.target, "ranks": args.ranks, "batch_per_rank": args.batch,
             "context": args.context, "layers": net.config.num_hidden_layers, "gamma": args.gamma or net.config.dspark_block_size,
-            "exchange": args.exchange, "operators": args.impl,
+            "exchange": args.exchange, "exchange_parts": args.exchange_parts, "operators": args.impl,
         },
         "weights_bytes": {**weights, "total": sum(weights.values())},
         "pools_bytes": {**pools, "total": sum(pools.values())},

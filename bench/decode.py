@@ -13,6 +13,7 @@ the compiled step holds a copy the size of a pool, if a forced draft is rejected
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -21,6 +22,8 @@ import sys
 import time
 
 import numpy as np
+
+from bench import checks
 
 
 def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
@@ -122,46 +125,8 @@ def run_round(steps, state, batch, count: int):
     return state, Round(done, dispatch, outputs)
 
 
-def control_flow(hlo: str) -> dict[str, int]:
-    """Control flow outside fusions: conditionals and loops of unknown length stop the dispatching host until the device
-    has decided (unless a command buffer holds them); loops of known length only cost their launches."""
-    from bench.hlo_report import computations
-
-    entry, comps = computations(hlo)
-    loops = [op for op in comps[entry] if op.opcode == "while"]
-    known = sum("known_trip_count" in op.line for op in loops)
-    conditionals = sum(op.opcode == "conditional" for op in comps[entry])
-    return {"conditionals": conditionals, "loops": known, "loops_of_unknown_length": len(loops) - known}
-
-
-def check_in_place(bench) -> None:
-    """Raises SystemExit unless the step updates the whole state in place: donated, aliased, no pool-sized copy."""
-    import jax
-
-    from bench.hlo_report import pool_copies
-
-    held = sum(a.nbytes for a in jax.tree.leaves(bench.state)) // bench.ranks
-    aliased = bench.compiled.memory_analysis().alias_size_in_bytes
-    if aliased < held:  # both of one device
-        raise SystemExit(f"bench.decode: the state holds {held} bytes, the compiled step aliases only {aliased}")
-    pools = jax.tree.leaves((bench.state.window, bench.state.draft_window, bench.state.global_kv, bench.state.index))
-    copies = pool_copies(bench.hlo, {("u8", a.size // bench.ranks) for a in pools})
-    if copies:
-        raise SystemExit("bench.decode: the compiled step copies whole pools:\n" + "\n".join(copies[:8]))
-
-
-def check_outputs(rounds: list[Round], batch: int, gamma: int) -> None:
-    """Raises SystemExit if a draft was rejected although forced, or a deciding logit was not finite."""
-    for r in rounds:
-        for i, out in enumerate(r.outputs):
-            if not np.all(out.finite):
-                raise SystemExit(f"bench.decode: step {i}: logits are not finite in rows {np.flatnonzero(~out.finite)}")
-            if not np.array_equal(out.count, np.full(batch, gamma + 1)):
-                raise SystemExit(f"bench.decode: step {i}: forced acceptance expected {gamma + 1} tokens, got {out.count}")
-
-
 class Bench:
-    """One workload, built and compiled on the default device.
+    """One workload on the default device: weights, batch and steps; `compile` and `load` make it ready for `round`.
 
     params: parameters of another Bench of the same network, instead of new ones. ranks, placement: how many devices
     share the work, and the sharding of batch and state; bench.ranks has a Bench of more than one."""
@@ -189,17 +154,21 @@ class Bench:
         self.shuffled = takes_shuffled_experts(options)
         if params is None:
             params = synthetic.random_parameters(w.config, args.seed, self.shuffled, self.mesh)
-        self.params = params
-        self.state = self.make_state()
-        jax.block_until_ready((params, self.state))
+        self.params = jax.block_until_ready(params)
         self.made_s = time.perf_counter() - start
+        print(f"weights made in {self.made_s:.1f} s", flush=True)
         self.batch = jax.device_put(self.host_batch(), self.placement)
-        self.start_registers = {k: np.asarray(getattr(self.state, k)) for k in ("length", "anchor", "history")}
         self.net = Network(w.config, self.geometry, RELEASED, options)
         self.experts = params.layers[0].ffn.experts
         self.steps = self.make_steps()
-        print(f"weights and state made in {self.made_s:.1f} s", flush=True)
-        self.compile()
+        self.state = None
+
+    def load(self) -> None:
+        """Make the state, which `round` needs."""
+        import jax
+
+        self.state = jax.block_until_ready(self.make_state())
+        self.start_registers = {k: np.asarray(getattr(self.state, k)) for k in ("length", "anchor", "history")}
 
     def make_state(self):
         from bench import synthetic
@@ -230,14 +199,23 @@ class Bench:
 
         return step_floor(self.workload, self.args.gamma, peaks)
 
-    def compile(self) -> None:
-        """Compile `steps`: sets compiled, hlo and compile_s. Raises ValueError where an operator refuses the shapes."""
+    def lower(self):
+        """The traced decode step, for a state that need not exist yet. Raises ValueError where an operator refuses the shapes."""
+        import jax
+
         start = time.perf_counter()
-        lowered = self.steps.lower_decode(self.state, self.batch)
-        traced = time.perf_counter()
-        print(f"traced in {traced - start:.1f} s", flush=True)
-        self.compiled = lowered.compile()
-        self.compile_s = {"trace": round(traced - start, 2), "xla": round(time.perf_counter() - traced, 2)}
+        placed = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.placement)
+        lowered = self.steps.lower_decode(jax.tree.map(placed, jax.eval_shape(self.make_state)), self.batch)
+        self.compile_s = {"trace": round(time.perf_counter() - start, 2)}
+        return lowered
+
+    def compile(self, lowered=None) -> None:
+        """Compile `steps`, or what `lower` gave: sets compiled, hlo and compile_s. May run in a thread of its own. Raises
+        ValueError as `lower`."""
+        lowered = lowered or self.lower()
+        start = time.perf_counter()
+        self.compiled = lowered.compile()  # what `steps` calls from now on, too: jax keeps it with the trace
+        self.compile_s["xla"] = round(time.perf_counter() - start, 2)
         self.hlo = self.compiled.as_text()
 
     def rewind(self) -> None:
@@ -259,14 +237,14 @@ def measure(bench: Bench, watch: CompileWatch) -> list[Round]:
     for i in range(args.warmup):
         warm = bench.round(args.steps)
         print(f"warm-up {i}: first step {warm.done[0]:.2f} s, then {warm.token_ms(1):.3f} ms a step", flush=True)
-        check_outputs([warm], bench.workload.batch * bench.ranks, args.gamma)
+        checks.outputs([warm], bench.workload.batch * bench.ranks, args.gamma)
     before, rounds = watch.count, []
     for i in range(args.rounds):
         rounds.append(bench.round(args.steps))
         print(f"round {i}: {rounds[-1].token_ms(1):.3f} ms a step", flush=True)
     if watch.count != before:
         raise SystemExit(f"bench.decode: {watch.count - before} compilations after warm-up, expected none")
-    check_outputs(rounds, bench.workload.batch * bench.ranks, args.gamma)
+    checks.outputs(rounds, bench.workload.batch * bench.ranks, args.gamma)
     return rounds
 
 
@@ -293,8 +271,8 @@ def result(bench: Bench, rounds: list[Round], peaks) -> dict:
         "step_gap_ms": {"min": round(min(gaps), 4), "median": round(statistics.median(gaps), 4), "max": round(max(gaps), 4)},
         "host_ms_per_step": {"median": round(statistics.median(host), 4), "max": round(host[-1], 4)},
         "compile_s": bench.compile_s,
-        "control_flow": control_flow(bench.hlo),
-        "weights_and_state_made_s": round(bench.made_s, 2),
+        "control_flow": checks.control_flow(bench.hlo),
+        "weights_made_s": round(bench.made_s, 2),
         "memory_gb": {
             "arguments": round(memory.argument_size_in_bytes / 1e9, 3),
             "temporaries": round(memory.temp_size_in_bytes / 1e9, 3),
@@ -368,16 +346,21 @@ def main(argv=None) -> dict:
     args = parse(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97")
     watch = CompileWatch()
-    from bench import common
+    from bench import common, tracing
 
     peaks = common.measure_peaks()
     print(f"copy {peaks.copy_gbps:.0f} GB/s, bf16 {peaks.bf16_tflops:.0f}, fp8 {peaks.fp8_tflops:.0f} TFLOP/s", flush=True)
     bench = make_bench(args, watch)
+    lowered = bench.lower()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        traced = pool.submit(tracing.compile_traced, lowered) if args.profile else None
+        bench.compile(lowered)
+    bench.load()
     print(f"compiled: {bench.compile_s}", flush=True)
     if args.hlo:
         with open(args.hlo, "w") as f:
             f.write(bench.hlo)
-    check_in_place(bench)
+    checks.in_place(bench)
     rounds = measure(bench, watch)
     out = {
         "benchmark": "decode",
@@ -387,9 +370,7 @@ def main(argv=None) -> dict:
         "result": result(bench, rounds, peaks),
     }
     if args.profile:
-        from bench.tracing import profile
-
-        profile(bench, args.profile)
+        tracing.profile(bench, args.profile, traced.result())
     if args.out:
         common.write_json(args.out, out)
     _print(out)

@@ -47,14 +47,16 @@ def make_rows(args, kind: str = "random"):
     return x, ids, rng.random((n, rows, args.top), np.float32)
 
 
-def stand_in(x, ids, weights, params, first):
-    """f32[T, H]: takes the place of the experts: the row through FP8, as experts read it, times its local weights."""
+def stand_in(x, ids, weights, params, first, parts=1, spare_sms=0):
+    """`parts` arrays f32[T, H/parts]: takes the place of the experts: the row through FP8, as experts read it, times its
+    local weights."""
     import jax.numpy as jnp
 
     from pallas_kernels.codecs import dequantize_fp8, quantize_fp8
 
     local = (ids >= first) & (ids < first + params.w13[...].shape[0])
-    return dequantize_fp8(*quantize_fp8(x)) * jnp.sum(jnp.where(local, weights, 0), -1, keepdims=True)
+    y = dequantize_fp8(*quantize_fp8(x)) * jnp.sum(jnp.where(local, weights, 0), -1, keepdims=True)
+    return tuple(jnp.split(y, parts, 1))
 
 
 def _owned_experts(args):
@@ -204,7 +206,7 @@ def measure(args, mesh, names) -> dict:
     data = make_rows(args)
     gathered = lambda a: jax.numpy.tile(a, (args.ranks, *[1] * (a.ndim - 1)))
     # what the stand-in costs on R*T rows without any exchange
-    alone = _timed(lambda p, x, i, w: _all_kept(stand_in(gathered(x), gathered(i), gathered(w), p, 0)), args, mesh, data)
+    alone = _timed(lambda p, x, i, w: _all_kept(*stand_in(gathered(x), gathered(i), gathered(w), p, 0)), args, mesh, data)
     ceiling = link_gbps(mesh, 1 << 28 if jax.default_backend() == "gpu" else 1 << 20)
     kind = jax.devices()[0].device_kind
     sheet = next((v for k, v in LINK_GBPS.items() if kind.startswith(k)), None)

@@ -143,17 +143,30 @@ def busy_ns(events: Iterable[Event]) -> float:
     return sum(stop - start for start, stop in _covered(events))
 
 
+def by_kernel(events: Iterable[Event], steps: int) -> dict[str, dict[str, float]]:
+    """{kernel: {"count", "us"}} per step, the longest first; the numbers that XLA appends to names are left out."""
+    rows = defaultdict(lambda: {"count": 0.0, "us": 0.0})
+    for e in events:
+        row = rows[re.sub(r"(_\d+)+$", "", e.name)]
+        row["count"] += 1 / steps
+        row["us"] += e.duration / steps / 1e3
+    return {
+        name: {"count": round(row["count"], 2), "us": round(row["us"], 3)}
+        for name, row in sorted(rows.items(), key=lambda kv: -kv[1]["us"])
+    }
+
+
 def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
     """Parts of one step in us, kernels per step, attention by layer class; parts are scaled where kernels overlap."""
     span = (max(e.start + e.duration for e in events) - events[0].start) / steps / 1e3
     busy, summed = busy_ns(events) / steps / 1e3, sum(e.duration for e in events) / steps / 1e3
     share = busy / summed  # kernels of two streams side by side count once
-    parts, kernels, layers = defaultdict(float), defaultdict(int), defaultdict(float)
+    parts, kernels, layers = defaultdict(float), defaultdict(list), defaultdict(float)
     for e in events:
         scope = scopes.get(e.op, "")
         part = part_of(scope)
         parts[part] += e.duration * share / steps / 1e3
-        kernels[part] += 1
+        kernels[part].append(e)
         layer = _LAYER.search("/" + scope)
         if layer and layer.group(3) in _ATTENTION:
             layers[int(layer.group(1)), layer.group(2)] += e.duration * share / steps / 1e3
@@ -161,7 +174,8 @@ def attribute(events: list[Event], scopes: dict[str, str], steps: int) -> dict:
         "traced_step_us": round(span, 2),
         "busy_us": round(busy, 2),
         "parts_us": {k: round(v, 2) for k, v in sorted(parts.items(), key=lambda kv: -kv[1])},
-        "kernels": {k: round(n / steps, 1) for k, n in sorted(kernels.items(), key=lambda kv: -kv[1])},
+        "kernels": {k: round(len(es) / steps, 1) for k, es in sorted(kernels.items(), key=lambda kv: -len(kv[1]))},
+        "by_kernel": {part: by_kernel(kernels[part], steps) for part in sorted(kernels)},
         "attention": attention_classes(layers),
         "exchange": exchange(events, steps),
     }

@@ -128,8 +128,9 @@ def _near(got, want, tolerance: float) -> bool:
     return bool(np.abs(got[seen] - want[seen]).max() <= tolerance * max(np.abs(want[seen]).max(), 1e-30))
 
 
-def measure(operator: Operator, spec, peaks: common.Peaks, only: list[str] | None = None) -> list[dict]:
-    """Every implementation (of those in `only`) that takes the spec, one record each."""
+def measure(operator: Operator, spec, peaks: common.Peaks, only: list[str] | None = None, profiled: bool = False) -> list[dict]:
+    """Every implementation (of those in `only`) that takes the spec, one record each; profiled: kernels with their own
+    time beside it, from the profiler of a GPU."""
     inputs = rotations(spec)
     args, kwargs = inputs[0]
     want = jax.jit(operator.call(spec, "reference"))(*args, **kwargs)
@@ -165,11 +166,14 @@ def measure(operator: Operator, spec, peaks: common.Peaks, only: list[str] | Non
             "floor_us": round(floor, 3),
             "ratio": round(times["median"] / floor, 3),
         }
+        if profiled and not slow:
+            record |= timing.device_us(function, rotating, in_place=operator.in_place)
+            record["device_ratio"] = round(record["device_us"] / floor, 3)
         records.append(record)
         goal = getattr(spec, "goal_us", None)
         print(
             f"{operator.name:18s} {spec.name:28s} {impl:18s} {record['median_us']:9.2f} us  floor {record['floor_us']:7.2f}"
-            f"  x{record['ratio']:7.2f}  {spec.bytes / times['median'] / 1e3:7.0f} GB/s"
+            f"  x{record['ratio']:7.2f}  device {record.get('device_us', '-')}  {spec.bytes / times['median'] / 1e3:7.0f} GB/s"
             f"  goal {goal or '-'}  equal {record['equals_definition']}",
             flush=True,
         )
@@ -184,6 +188,8 @@ def main(argv=None) -> None:
     parser.add_argument("--impl", action="append", help="only these implementations, by name (repeatable; default all): "
                         "one that is for another architecture may not load")  # fmt: skip
     parser.add_argument("--min-rows", type=int, default=64, help="skip specs with fewer rows (default 64)")
+    parser.add_argument("--profile", action="store_true", help="each kernel's own time beside it, from the profiler of a GPU: "
+                        "what launches hide in an operator timed alone")  # fmt: skip
     parser.add_argument("--out", type=pathlib.Path, help="result file (default bench/results/operators_<device>.json)")
     options = parser.parse_args(argv)
     if unknown := set(options.operators) - set(names):
@@ -192,6 +198,8 @@ def main(argv=None) -> None:
     known = {name for o in chosen for name in o.names()}
     if unknown := set(options.impl or ()) - known:
         parser.error(f"unknown implementations {sorted(unknown)}; there are {sorted(known)}")
+    if options.profile and jax.default_backend() != "gpu":
+        parser.error(f"--profile: expected a GPU, the default backend is {jax.default_backend()}")
     head, peaks = common.environment(), common.measure_peaks()
     print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
     smallest = smallest_us()
@@ -203,7 +211,7 @@ def main(argv=None) -> None:
         for spec in getattr(operator.module("specs"), operator.specs):
             wanted = not options.spec or any(s in spec.name for s in options.spec)
             if wanted and spec.rows >= options.min_rows:
-                records += measure(operator, spec, peaks, options.impl)
+                records += measure(operator, spec, peaks, options.impl, options.profile)
                 common.write_json(path, {**head, "results": records})  # a run cut short keeps what it has
     print(f"wrote {path}")
 

@@ -10,6 +10,7 @@ the same round, so a drifting clock hits all alike. "default again" is the defau
 Protocol and checks are those of `bench.decode`.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 
-from bench import decode
+from bench import checks, decode
 
 CONTROL = "default again"
 
@@ -31,6 +32,7 @@ class Variant:
     field: str
     options: object
     steps: object = None
+    compiled: object = None
     compile_s: float = 0.0
     rounds_ms: list = dataclasses.field(default_factory=list)
 
@@ -72,28 +74,51 @@ def variants(default, chosen: dict[str, str], here) -> tuple[list[Variant], dict
     return out, refused
 
 
-def build(bench: decode.Bench, variant: Variant) -> str | None:
-    """Compile a variant's step over the bench's weights and state. Returns why it cannot be, or None."""
+def build(bench: decode.Bench, found: list[Variant]) -> dict[str, str]:
+    """Compile the variants' steps over the bench's weights: traced one by one, compiled side by side. The default and its
+    control share one. Returns {variant that cannot be: why}; the others have steps and executable."""
     import jax
 
     from dsv41_jax.step import Steps
 
-    start = time.perf_counter()
-    net = dataclasses.replace(bench.net, options=variant.options)
-    bench.steps = Steps(net, bench.params, bench.args.gamma)
-    try:
-        bench.compile()
-    except (ValueError, jax.errors.JaxRuntimeError) as e:
-        return str(e).splitlines()[0]
-    variant.steps, variant.compile_s = bench.steps, time.perf_counter() - start
-    return None
+    def compile_(variant: Variant, lowered) -> None:
+        start = time.perf_counter()
+        variant.compiled = lowered.compile()
+        variant.compile_s += time.perf_counter() - start
+
+    default, control, *toggles = found
+    refused, running = {}, {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for variant in (default, *toggles):
+            start = time.perf_counter()
+            if variant is not default:
+                net = dataclasses.replace(bench.net, options=variant.options)
+                bench.steps = Steps(net, bench.params, bench.args.gamma)
+            variant.steps = bench.steps
+            try:
+                lowered = bench.lower()
+            except ValueError as e:
+                refused[variant.name] = str(e).splitlines()[0]
+                continue
+            variant.compile_s = time.perf_counter() - start
+            running[variant.name] = pool.submit(compile_, variant, lowered)
+    for name, future in running.items():
+        try:
+            future.result()
+        except (ValueError, jax.errors.JaxRuntimeError) as e:
+            refused[name] = str(e).splitlines()[0]
+    control.steps, control.compiled, control.compile_s = default.steps, default.compiled, default.compile_s
+    for name, why in refused.items():
+        print(f"{name}: not taken: {why}", flush=True)
+    return refused
 
 
-def warm_up(bench: decode.Bench) -> None:
-    """Check the step that `build` made, then run the rounds that do not count."""
-    decode.check_in_place(bench)
+def warm_up(bench: decode.Bench, variant: Variant) -> None:
+    """Check the step of a variant, then run the rounds that do not count."""
+    bench.steps, bench.compiled, bench.hlo = variant.steps, variant.compiled, variant.compiled.as_text()
+    checks.in_place(bench)
     for _ in range(bench.args.warmup):
-        decode.check_outputs([bench.round(bench.args.steps)], bench.workload.batch, bench.args.gamma)
+        checks.outputs([bench.round(bench.args.steps)], bench.workload.batch, bench.args.gamma)
 
 
 def run_rounds(bench: decode.Bench, found: list[Variant], watch: decode.CompileWatch) -> None:
@@ -104,7 +129,7 @@ def run_rounds(bench: decode.Bench, found: list[Variant], watch: decode.CompileW
         for variant in found[turn:] + found[:turn]:
             bench.steps = variant.steps
             timing = bench.round(args.steps)
-            decode.check_outputs([timing], bench.workload.batch, args.gamma)
+            checks.outputs([timing], bench.workload.batch, args.gamma)
             variant.rounds_ms.append(timing.token_ms(1))
         print(f"round {i}: " + ", ".join(f"{v.name} {v.rounds_ms[-1]:.3f}" for v in found), flush=True)
     if watch.count != before:
@@ -141,18 +166,12 @@ def main(argv=None) -> dict:
     protocol = decode.protocol(bench)
     every, refused = variants(decode.decode_options(args), protocol["implementations"], implementations_here())
     _check_names(every, refused, [*(args.only or ()), *(args.skip or ())])
-    found, default_steps = [], bench.steps
-    for variant in every:
-        if not wanted(variant, args.only, args.skip):
-            continue
-        if not variant.field:
-            variant.steps, variant.compile_s = default_steps, sum(bench.compile_s.values())
-        elif why := build(bench, variant):
-            refused[variant.name] = why
-            print(f"{variant.name}: not taken: {why}", flush=True)
-            continue
-        warm_up(bench)
-        found.append(variant)
+    found = [v for v in every if wanted(v, args.only, args.skip)]
+    not_taken = build(bench, found)
+    found = [v for v in found if v.name not in not_taken]
+    bench.load()
+    for variant in found:
+        warm_up(bench, variant)
         print(f"{variant.name}: compiled in {variant.compile_s:.1f} s", flush=True)
     run_rounds(bench, found, watch)
     out = {
@@ -166,7 +185,7 @@ def main(argv=None) -> dict:
              "rounds_step_ms": [round(x, 4) for x in v.rounds_ms], "compile_s": round(v.compile_s, 2)}
             for v in found
         ],
-        "not_taken": refused,
+        "not_taken": refused | not_taken,
     }  # fmt: skip
     if args.out:
         common.write_json(args.out, out)

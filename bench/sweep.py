@@ -10,13 +10,14 @@ in the notes, and the floor beside each time is the cut's own. A run cut short k
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
 import os
 import sys
 
-from bench import decode
+from bench import checks, decode
 
 CONTEXTS = {"flash-rank": (4096, 16384, 32768, 131072, 524288, 1047552), "tiny": (64, 256, 1024)}
 BATCHES = {"flash-rank": (1, 8, 32, 64, 128), "tiny": (1, 2, 4)}
@@ -75,21 +76,41 @@ class Sweep:
 
     def __init__(self, args, watch: decode.CompileWatch, peaks):
         self.args, self.watch, self.peaks, self.params = args, watch, peaks, None
+        self.benches: dict[Point, decode.Bench] = {}
+
+    def prepare(self, todo: dict[Point, list[str]]) -> None:
+        """Trace the points' steps one by one and compile them side by side; a point that is on the batch axis keeps its
+        batch, another's is halved until its state fits. Raises ValueError where an operator refuses the shapes."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            running = []
+            for point, axes in todo.items():
+                batch = point.batch if "batch" in axes or self.params is None else self._fitting(point)
+                bench = self.benches[point] = self._bench(point, batch)
+                running.append(pool.submit(bench.compile, bench.lower()))
+        for future in running:
+            future.result()
+
+    def _bench(self, point: Point, batch: int) -> decode.Bench:
+        bench = decode.Bench(self._at(point, batch), self.watch, self.params)
+        self.params = bench.params
+        return bench
 
     def run(self, point: Point, shrink: bool) -> dict:
         """Protocol and result of one point, batch halved while it does not fit if `shrink`. Raises RuntimeError
         (RESOURCE_EXHAUSTED) if it does not fit."""
         import jax
 
-        batch = self._fitting(point) if shrink else point.batch
+        bench = self.benches.pop(point)
         while True:
             try:
-                return self._measure(point, batch)
+                return self._measure(bench)
             except jax.errors.JaxRuntimeError as e:
+                batch = bench.workload.batch
                 if not str(e).startswith("RESOURCE_EXHAUSTED") or not shrink or batch == 1:
                     raise
                 print(f"{point}: batch {batch} does not fit, halved", flush=True)
-                batch //= 2
+            bench = self._bench(point, batch // 2)
+            bench.compile()
 
     def _at(self, point: Point, batch: int) -> argparse.Namespace:
         values = {"context": point.context, "batch": batch, "capacity": point.capacity or None}
@@ -109,10 +130,9 @@ class Sweep:
         stats = jax.devices()[0].memory_stats() or {}
         return fitting_batch(point.batch, held, stats.get("bytes_limit"), size)
 
-    def _measure(self, point: Point, batch: int) -> dict:
-        bench = decode.Bench(self._at(point, batch), self.watch, self.params)
-        self.params = bench.params
-        decode.check_in_place(bench)
+    def _measure(self, bench: decode.Bench) -> dict:
+        bench.load()
+        checks.in_place(bench)
         rounds = decode.measure(bench, self.watch)
         result = decode.result(bench, rounds, self.peaks)
         result["floor"].pop("rows")
@@ -145,6 +165,7 @@ def main(argv=None) -> dict:
                          capacity=point.capacity or None)  # fmt: skip
     peaks = common.measure_peaks()
     sweep = Sweep(args, watch, peaks)
+    sweep.prepare(todo)
     head = {"benchmark": "sweep", "environment": common.environment(args.seed), "peaks": dataclasses.asdict(peaks)}
     runs = []
     for point, axes in todo.items():

@@ -20,21 +20,25 @@ class _Traced:
         return self.compiled(self.leaves, state, batch)
 
 
-def profile(bench: Bench, folder: str, count: int = 4) -> None:
-    """Trace a short round of its own, after the measured ones, into `folder`, with the traced step's HLO beside it.
-
-    On a GPU the step is compiled once more, without CUDA graphs: the profiler names the HLO instruction of a kernel only
-    if XLA launched it by itself. The kernels are the same; the gaps between them are not the measured step's."""
+def compile_traced(lowered):
+    """The executable of a lowered step that `profile` runs. On a GPU it has no CUDA graphs: the profiler names the HLO
+    instruction of a kernel only if XLA launched it by itself. The kernels are the same; the gaps between them are not."""
     import jax
 
-    hlo, steps = bench.hlo, bench.steps
-    if jax.default_backend() == "gpu":
-        compiled = steps.lower_decode(bench.state, bench.batch).compile(_NO_GRAPHS)
-        hlo, steps = compiled.as_text(), _Traced(compiled, steps.leaves)
-        bench.rewind()
-        bench.state, _ = run_round(steps, bench.state, bench.batch, 2)
+    return lowered.compile(_NO_GRAPHS if jax.default_backend() == "gpu" else None)
+
+
+def profile(bench: Bench, folder: str, compiled, count: int = 4) -> None:
+    """Trace a short round of its own, after the measured ones, into `folder`, with the traced step's HLO beside it.
+
+    compiled: of `compile_traced`."""
+    import jax
+
+    steps = _Traced(compiled, bench.steps.leaves)
+    bench.rewind()
+    bench.state, _ = run_round(steps, bench.state, bench.batch, 2)
     bench.rewind()
     with jax.profiler.trace(folder):
         bench.state, _ = run_round(steps, bench.state, bench.batch, count)
     with open(os.path.join(folder, "step.hlo"), "w") as f:
-        f.write(hlo)
+        f.write(compiled.as_text())

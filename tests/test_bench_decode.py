@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import decode, floors, presets, synthetic
+from bench import checks, decode, floors, presets, synthetic
 from bench.common import Peaks
 from bench.hlo_report import pool_copies
 from dsv41_jax.cache import CacheGeometry
@@ -124,10 +124,10 @@ def test_pool_copies_are_found():
 def test_wrong_outputs_stop_the_run():
     good = dataclasses.make_dataclass("Out", ["finite", "count"])
     ok = good(np.array([True, True]), np.array([6, 6]))
-    decode.check_outputs([decode.Round([], [], [ok])], 2, 5)
+    checks.outputs([decode.Round([], [], [ok])], 2, 5)
     for bad, word in ((good(np.array([True, False]), ok.count), "finite"), (good(ok.finite, np.array([6, 2])), "forced")):
         with pytest.raises(SystemExit, match=word):
-            decode.check_outputs([decode.Round([], [], [bad])], 2, 5)
+            checks.outputs([decode.Round([], [], [bad])], 2, 5)
 
 
 @pytest.mark.slow

@@ -57,6 +57,14 @@ def test_attention_is_a_mean_over_the_layers_of_a_class():
     assert got["mean_us"] == pytest.approx(7 / 3, abs=0.01)
 
 
+def test_kernels_of_one_name_are_one_row():
+    rows = [("a", "gemm_fusion_3", 0, 1000), ("a", "gemm_fusion_12_1", 1000, 3000), ("b", "hyper_leave", 4000, 500)]
+    trace = [Event(*row) for row in rows]
+    assert layers.by_kernel(trace, 2) == {"gemm_fusion": {"count": 1.0, "us": 2.0}, "hyper_leave": {"count": 0.5, "us": 0.25}}
+    of_parts = layers.attribute(trace, SCOPES, steps=1)["by_kernel"]
+    assert of_parts["attention: qb"]["gemm_fusion"] == {"count": 2.0, "us": 4.0} and "hyper_leave" not in of_parts["attention: qb"]
+
+
 def test_collectives_are_exposed_where_nothing_else_runs():
     rows = [("a", "gemm", 0, 1000), ("d", "ncclDevKernel_AllGather_RING_LL(x)", 500, 1000), ("d", "gemm", 1200, 200),
             ("d", "ncclDevKernel_SendRecv(y)", 3000, 400)]  # fmt: skip

@@ -55,6 +55,12 @@ def test_unknown_operator_is_refused(capsys):
     assert "ruoter" in capsys.readouterr().err
 
 
+def test_kernel_times_need_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        operators.main(["router", "--profile"])
+    assert "expected a GPU" in capsys.readouterr().err
+
+
 def test_implementations_are_chosen_by_name(capsys):
     router = next(o for o in operators.OPERATORS if o.name == "router")
     assert router.names() == ["one_kernel", "reference"]
