@@ -77,7 +77,8 @@ def steps(results: Results, rows: list[StepRow]) -> str:
 
 def operators(results: Results, rows: list[OperatorRow]) -> str:
     link = links(results)
-    heads = ["operator", "spec", "implementation", "us", "min .. max", "floor us", "ratio", "goal us", "equal", "source"]
+    heads = ["operator", "spec", "implementation", "us", "min .. max", "kernels us", "floor us", "ratio", "goal us", "equal",
+             "source"]  # fmt: skip
     out = []
     place = {}
     for r in rows:
@@ -85,8 +86,8 @@ def operators(results: Results, rows: list[OperatorRow]) -> str:
     for r in sorted(rows, key=lambda r: place[r.operator, r.spec]):
         equal = "-" if r.equal is None else "yes" if r.equal else "**no**"
         commit = "" if r.source.commit in (s.commit for s in results.sources) else f" {r.source.commit}"
-        out.append([r.operator, r.spec, r.implementation, r.median, spread(r.low, r.high), r.floor, r.ratio, r.goal, equal,
-                    link[r.source.file] + commit])  # fmt: skip
+        out.append([r.operator, r.spec, r.implementation, r.median, spread(r.low, r.high), r.device, r.floor, r.ratio, r.goal,
+                    equal, link[r.source.file] + commit])  # fmt: skip
     return table(heads, out)
 
 
@@ -105,7 +106,16 @@ def layers(results: Results) -> str:
         mean = sum(c["layers"] for c in d["attention"]["classes"].values())
         out += table(["attention interval", "layers", "us", "reference system on B300, us"],
                      [*classes, ["weighted mean", mean, d["attention"]["mean_us"], None]]) + "\n"  # fmt: skip
+        out += longest_kernels(d.get("by_kernel", {}), busy=d["busy_us"])
     return out
+
+
+def longest_kernels(by_kernel: dict, busy: float, most: int = 20) -> str:
+    """The kernels of a traced step that took longest, those of one part and name together."""
+    rows = [(part, name, k["count"], k["us"], f"{100 * k['us'] / busy:.1f} %")
+            for part, kernels in by_kernel.items() for name, k in kernels.items()]  # fmt: skip
+    rows.sort(key=lambda row: -row[3])
+    return table(["part", "kernel", "launches", "us", "share of busy"], rows[:most]) + "\n" if rows else ""
 
 
 # parts of bench.layers -> operators of the floor
@@ -253,10 +263,12 @@ def summary(results: Results, folder: str, charts: list[str]) -> str:
                  r.result["ratio"], where(r.source)] for what, r in latest.items()]  # fmt: skip
         out += table(["whole step", "ms", "rounds", "floor ms", "ratio", "run"], rows) + "\n"
     plain = {(r.operator, r.spec): r.median for r in latest_operators if r.implementation == "reference"}
-    rows = [[f"{r.operator}, {r.spec}", r.implementation, r.median, r.floor, r.ratio, r.goal, plain.get((r.operator, r.spec)),
-             where(r.source)] for r in latest_operators if r.shown]  # fmt: skip
+    rows = [[f"{r.operator}, {r.spec}", r.implementation, r.median, r.device, r.floor, r.ratio, r.goal,
+             plain.get((r.operator, r.spec)), where(r.source)] for r in latest_operators if r.shown]  # fmt: skip
     if rows:
-        out += table(["operator, spec", "kernel", "us", "floor us", "ratio", "goal us", "plain XLA us", "run"], rows) + "\n"
+        heads = ["operator, spec", "kernel", "us", "kernels us", "floor us", "ratio", "goal us", "plain XLA us", "run"]
+        out += "\"kernels us\": by the profiler, without the launches that a short operator timed alone consists of.\n\n"
+        out += table(heads, rows) + "\n"
     for source, d in results.of("agreement"):
         p = d["protocol"]
         sides = f"{p['a']['asked']} against {p['b']['asked']}"

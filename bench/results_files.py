@@ -55,7 +55,8 @@ class Source:
 @dataclasses.dataclass(frozen=True)
 class OperatorRow:
     """One implementation at one spec, in microseconds. shown: it stands for its operator in a chart; goal: of the
-    spec, where it has one; equal: the result is the definition's, None where nobody looked."""
+    spec, where it has one; equal: the result is the definition's, None where nobody looked; device: what its kernels took
+    by the profiler, which launches are no part of."""
 
     operator: str
     spec: str
@@ -68,6 +69,7 @@ class OperatorRow:
     shown: bool = False
     goal: float | None = None
     equal: bool | None = None
+    device: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -171,7 +173,7 @@ def _read_operators(data, source: Source, out: Results) -> None:
             seen.add((r["operator"], spec))
         out.operators.append(OperatorRow(
             r["operator"], spec, r["implementation"], r["median_us"], r["min_us"], r["max_us"], r["floor_us"], source,
-            first, r["spec"].get("goal_us"), r["equals_definition"],
+            first, r["spec"].get("goal_us"), r["equals_definition"], r.get("device_us"),
         ))  # fmt: skip
 
 

@@ -31,13 +31,14 @@ def operator(name, spec, implementation, median, **more):
 
 
 OPERATORS = {**ENVIRONMENT, "results": [
-    operator("select_tokens", "verify", "radix_select", 15.561), operator("select_tokens", "verify", "radix_wide", 15.3),
+    operator("select_tokens", "verify", "radix_select", 15.561, device_us=9.25), operator("select_tokens", "verify", "radix_wide", 15.3),
     operator("select_tokens", "verify", "reference", 500.365), operator("select_tokens", "verify", "lax.top_k", 266.1, equals_definition=None),
 ]}  # fmt: skip
 LAYERS = {
     "benchmark": "layers", "environment": ENVIRONMENT, "protocol": PROTOCOL, "measured_step_us": 2000.0, "busy_us": 1900.0,
     "parts_us": {"experts": 1500.0, "mHC mixes": 250.0, "mHC expand": 150.0, "gaps": 100.0},
     "kernels": {"experts": 10, "mHC mixes": 4, "mHC expand": 4},
+    "by_kernel": {"experts": {"experts_down": {"count": 2.0, "us": 500.0}, "experts_swiglu": {"count": 2.0, "us": 950.0}}},
     "attention": {"classes": {"SWA": {"layers": 2, "us": 120.5, "reference_b300_us": 99.29}}, "mean_us": 120.5},
 }  # fmt: skip
 
@@ -95,11 +96,11 @@ def test_step_rows_are_the_files(text):
 
 def test_operator_rows_are_the_files(text):
     found = rows(text, "select_tokens", "verify")
-    assert [r[2:9] for r in found] == [
-        ["radix_select", "15.56", "14.56 .. 17.56", "4", "3.89", "16", "yes"],
-        ["radix_wide", "15.3", "14.3 .. 17.3", "4", "3.825", "16", "yes"],
-        ["reference", "500.4", "499.4 .. 502.4", "4", "125.1", "16", "yes"],
-        ["lax.top_k", "266.1", "265.1 .. 268.1", "4", "66.53", "16", "-"],
+    assert [r[2:10] for r in found] == [
+        ["radix_select", "15.56", "14.56 .. 17.56", "9.25", "4", "3.89", "16", "yes"],
+        ["radix_wide", "15.3", "14.3 .. 17.3", "-", "4", "3.825", "16", "yes"],
+        ["reference", "500.4", "499.4 .. 502.4", "-", "4", "125.1", "16", "yes"],
+        ["lax.top_k", "266.1", "265.1 .. 268.1", "-", "4", "66.53", "16", "-"],
     ]
 
 
@@ -108,6 +109,8 @@ def test_parts_stand_beside_the_floors_of_the_traced_run(text):
     assert rows(text, "mHC") == [["mHC", "400", "20.0 %", "48", "8"]]
     assert rows(text, "SWA") == [["SWA", "2", "120.5", "99.29"]]
     assert "Parts add up to 2000 us" in text
+    assert rows(text, "experts", "experts_swiglu") == [["experts", "experts_swiglu", "2", "950", "50.0 %"]]
+    assert text.index("experts_swiglu") < text.index("experts_down")
 
 
 def test_scaling_switches_and_agreement_are_the_files(text):
@@ -207,7 +210,7 @@ def test_the_command_draws_what_there_is(tmp_path):
     assert all(f"![{n}]({n})" in (folder / "README.md").read_text() for n in names)
     text = readme.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
-    assert rows(text, "select_tokens, verify", "radix_select")[0][2:7] == ["15.56", "4", "3.89", "16", "500.4"]
+    assert rows(text, "select_tokens, verify", "radix_select")[0][2:8] == ["15.56", "9.25", "4", "3.89", "16", "500.4"]
     assert "bench/results/decode.json" in text and "![step.png](bench/results/step.png)" in text
     again = text
     (folder / "sweep.json").unlink()
