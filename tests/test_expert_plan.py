@@ -77,7 +77,9 @@ def test_sort_and_pairwise_ranks_agree(monkeypatch):
 def test_falls_back_with_a_reason():
     ids, weights, first = BY_NAME["tiny"].make_inputs(0)
     told = explain(ids, weights, first, local=12, tile_rows=8, arch="sm_90")
-    assert told["chosen"] == "reference" and told["one_kernel"].startswith("by name only")
+    assert told["chosen"] == "one_kernel"
+    told = explain(ids, weights, first, local=12, tile_rows=8, arch="cpu")
+    assert told["chosen"] == "reference" and "is for sm_90" in told["one_kernel"]
     assert "at most 512" in explain(ids, weights, first, local=513, tile_rows=8, arch="sm_90")["one_kernel"]
     many = jax.ShapeDtypeStruct((5000, 8), jnp.int32), jax.ShapeDtypeStruct((5000, 8), jnp.float32), 0
     assert "40000 slots" in explain(*many, local=96, tile_rows=8, arch="sm_90")["one_kernel"]

@@ -317,13 +317,13 @@ def test_the_model_writes_the_same_bytes_with_the_kernels(monkeypatch):
 # -------------------------------------------------------------------------------------------------- choice and errors
 
 
-def test_auto_takes_the_definition_until_the_kernels_are_measured():
+def test_auto_takes_the_kernels_where_there_is_a_gpu():
     for spec in (R1, R2):
         inputs = spec.make_inputs(0)
-        for arch in (*two_launches.ARCHES, "cpu"):
-            told = explain(*inputs, **spec.options, arch=arch)
-            assert told["chosen"] == "reference"
-            assert ("by name only" if arch != "cpu" else "is for sm_90") in told["two_launches"]
+        for arch in two_launches.ARCHES:
+            assert explain(*inputs, **spec.options, arch=arch)["chosen"] == "two_launches"
+        told = explain(*inputs, **spec.options, arch="cpu")
+        assert told["chosen"] == "reference" and "is for sm_90" in told["two_launches"]
 
 
 def test_refusals_name_the_reason():

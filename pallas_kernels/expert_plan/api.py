@@ -7,9 +7,7 @@ from . import one_kernel, reference
 from .reference import Plan
 
 IMPLEMENTATIONS = (
-    Implementation(
-        "one_kernel", one_kernel.expert_plan, one_kernel.ARCHES, one_kernel.refuses, one_kernel.BY_NAME_ONLY
-    ),
+    Implementation("one_kernel", one_kernel.expert_plan, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", reference.expert_plan),
 )
 

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from .reference import ALIGN, Plan, max_tiles, sorted_size
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 MOST_EXPERTS = 512
 WARPS = 8
 TOGETHER = 8  # loads in flight while counting

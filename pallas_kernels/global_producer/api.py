@@ -7,10 +7,9 @@ from ..registry import Implementation, resolve
 from . import reference, two_launches
 
 IMPLEMENTATIONS = (
-    Implementation("two_launches", two_launches.global_producer, two_launches.ARCHES, two_launches.refuses,
-                   two_launches.BY_NAME_ONLY),
+    Implementation("two_launches", two_launches.global_producer, two_launches.ARCHES, two_launches.refuses),
     Implementation("reference", reference.global_producer),
-)  # fmt: skip
+)
 _WHERE = "global_producer: expected"
 
 

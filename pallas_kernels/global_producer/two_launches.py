@@ -19,7 +19,6 @@ from ..triton_rows import e8m0_exponents, inverse_power, largest, normalised, re
 from .reference import pending_row, pool_rows
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 
 
 def refuses(

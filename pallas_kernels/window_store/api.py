@@ -7,7 +7,7 @@ from ..registry import Implementation, resolve
 from . import one_pass, reference
 
 IMPLEMENTATIONS = (
-    Implementation("one_pass", one_pass.window_store, one_pass.ARCHES, one_pass.refuses, one_pass.BY_NAME_ONLY),
+    Implementation("one_pass", one_pass.window_store, one_pass.ARCHES, one_pass.refuses),
     Implementation("reference", reference.window_store),
 )
 

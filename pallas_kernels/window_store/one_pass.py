@@ -14,7 +14,6 @@ from ..triton_e4m3 import code_of
 from ..triton_rows import e8m0_exponents, inverse_power, largest, normalised, refuses_rows, rotated, sign_bit, warps
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 
 
 def refuses(pool, front, norm, cos, sin, slots, positions, *, first, eps):
