@@ -121,6 +121,25 @@ def warm_up(bench: decode.Bench, variant: Variant) -> None:
         checks.outputs([bench.round(bench.args.steps)], bench.workload.batch, bench.args.gamma)
 
 
+def warm_up_all(bench: decode.Bench, found: list[Variant]) -> dict[str, str]:
+    """`warm_up` of every variant. Returns {variant that does not fit the device: why}; the default must."""
+    import jax
+
+    refused = {}
+    for variant in found:
+        try:
+            warm_up(bench, variant)
+            print(f"{variant.name}: compiled in {variant.compile_s:.1f} s", flush=True)
+        except jax.errors.JaxRuntimeError as e:
+            if not str(e).startswith("RESOURCE_EXHAUSTED") or not variant.field:
+                raise
+            refused[variant.name] = "does not fit the device beside weights and state"
+            print(f"{variant.name}: not taken: {refused[variant.name]}", flush=True)
+            bench.state = None  # it was donated
+            bench.load()
+    return refused
+
+
 def run_rounds(bench: decode.Bench, found: list[Variant], watch: decode.CompileWatch) -> None:
     """The measured rounds. Raises SystemExit if anything compiles in them."""
     args, before = bench.args, watch.count
@@ -169,10 +188,8 @@ def main(argv=None) -> dict:
     found = [v for v in every if wanted(v, args.only, args.skip)]
     not_taken = build(bench, found)
     found = [v for v in found if v.name not in not_taken]
-    bench.load()
-    for variant in found:
-        warm_up(bench, variant)
-        print(f"{variant.name}: compiled in {variant.compile_s:.1f} s", flush=True)
+    not_taken |= warm_up_all(bench, found)
+    found = [v for v in found if v.name not in not_taken]
     run_rounds(bench, found, watch)
     out = {
         "benchmark": "options",

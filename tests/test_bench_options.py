@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from bench import options
@@ -63,6 +64,31 @@ def test_names_pick_and_leave_out_variants():
     assert not options.wanted(flag, None, ["flag=1"]) and options.wanted(flag, None, ["router"])
     with pytest.raises(SystemExit, match="rooter"):
         options._check_names([default, router], {}, ["rooter"])
+
+
+def test_a_variant_that_does_not_fit_costs_the_others_nothing(monkeypatch):
+    loads, warmed = [], []
+
+    class Loaded:
+        state = "first"
+
+        def load(self):
+            loads.append(self.state)
+            self.state = "again"
+
+    def warm_up(bench, variant):
+        if variant.name in failing:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 80 GB")
+        warmed.append((variant.name, bench.state))
+
+    monkeypatch.setattr(options, "warm_up", warm_up)
+    found = [options.Variant(name, field, None) for name, field in (("default", ""), ("a", "x"), ("b", "x"))]
+    failing = {"a"}
+    assert options.warm_up_all(Loaded(), found) == {"a": "does not fit the device beside weights and state"}
+    assert warmed == [("default", "first"), ("b", "again")] and loads == [None]
+    failing = {"default"}
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        options.warm_up_all(Loaded(), found)
 
 
 @pytest.mark.slow
