@@ -65,6 +65,7 @@ def test_compiles_to_one_kernel_without_spills(target):
     for case, name in cases.items():
         assert [k.name for k in compiled[case].kernels] == [name], case
         assert compiled[case].spill_bytes == 0, compiled[case].kernels
+        assert compiled[case].ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 8, "two values an instruction, 16 a thread"
 
 
 @pytest.mark.gpu
