@@ -188,6 +188,7 @@ def main(argv=None) -> dict:
     found = [v for v in every if wanted(v, args.only, args.skip)]
     not_taken = build(bench, found)
     found = [v for v in found if v.name not in not_taken]
+    bench.load()
     not_taken |= warm_up_all(bench, found)
     found = [v for v in found if v.name not in not_taken]
     run_rounds(bench, found, watch)
