@@ -97,7 +97,7 @@ def parts(rotation, shuffled, config: dict) -> dict:
     make_plan = lambda ids, weights, impl="auto": expert_plan(ids, weights, 0, local=e, tile_rows=n, impl=impl)
     plans = [jax.jit(make_plan)(ids, weights) for _, ids, weights in rotation]
 
-    prepare = lambda x, plan: requantise.gathered_rows(x, plan.token)
+    prepare = lambda x, plan: requantise.spread_rows(x, plan.position, plan.count, plan.token.shape[0])
     gemm = lambda x, scale, w, s, plan, **kw: hopper.grouped_gemm(
         x, scale, w, s, plan, n=n, limit=10.0, sms=hopper.H200_SMS, **kw
     )
@@ -105,7 +105,7 @@ def parts(rotation, shuffled, config: dict) -> dict:
     second = lambda q, plan, w, s: gemm(*q, w, s, plan, kind="down", **config["down"])
     rows = [jax.jit(prepare)(r[0], p) for r, p in zip(rotation, plans, strict=True)]
     ts = [jax.jit(first)(q, p, *shuffled[:2]) for q, p in zip(rows, plans, strict=True)]
-    again = [jax.jit(requantise.sorted_rows)(t) for t in ts]
+    again = [jax.jit(requantise.sorted_rows)(t, p.count) for t, p in zip(ts, plans, strict=True)]
     ys = [jax.jit(second)(q, p, *shuffled[2:]) for q, p in zip(again, plans, strict=True)]
     pairs = lambda a, b, *rest: [((x, y, *rest), {}) for x, y in zip(a, b, strict=True)]
     routing = [((i, w), {}) for _, i, w in rotation]
@@ -114,7 +114,7 @@ def parts(rotation, shuffled, config: dict) -> dict:
         "plan_one_kernel": (functools.partial(make_plan, impl="one_kernel"), routing),
         "prepare": (prepare, pairs([r[0] for r in rotation], plans)),
         "gemm_swiglu": (first, pairs(rows, plans, *shuffled[:2])),
-        "requantise": (requantise.sorted_rows, [((t,), {}) for t in ts]),
+        "requantise": (requantise.sorted_rows, pairs(ts, [p.count for p in plans])),
         "gemm_down": (second, pairs(again, plans, *shuffled[2:])),
         "combine": (route.combine, pairs(ys, plans)),
     }

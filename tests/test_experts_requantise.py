@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import requantise
+from pallas_kernels.expert_plan import expert_plan
+from pallas_kernels.experts import layout, requantise
 from tests import deviceless
 
 
@@ -25,40 +26,87 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
 
 
-def gathered_case(interpret):
+spread_rows = jax.jit(requantise.spread_rows, static_argnums=3, static_argnames="interpret")
+sorted_rows = jax.jit(requantise.sorted_rows, static_argnames="interpret")
+
+
+def plan(name):
+    """A plan of three slots a token on four local experts: all, some or none of them here, the same for all, few tokens."""
+    tokens, first, total = {
+        "local": (24, 0, 4), "foreign": (24, 2, 12), "none_here": (24, 9, 9), "three_experts": (24, 0, 3),
+        "odd": (7, 0, 4), "one_row": (1, 0, 4),
+    }[name]  # fmt: skip
+    rng = np.random.default_rng(tokens + total)
+    ids = jnp.asarray([rng.permutation(total)[:3] for _ in range(tokens)], jnp.int32)
+    return expert_plan(ids, jnp.ones(ids.shape, jnp.float32), first, local=4, tile_rows=8, impl="reference")
+
+
+def spread_case(name, interpret):
+    p = plan(name)
     x = rows(24, 512, 1)
-    token = jnp.asarray(np.random.default_rng(2).integers(0, 24, 40), jnp.int32).at[:4].set(jnp.arange(4))
-    same(requantise.gathered_rows(x, token, interpret=interpret), requantise.quantize_rows(x[token]))
+    got = spread_rows(x[: len(p.position)], p.position, p.count, p.token.shape[0], interpret=interpret)
+    real = np.unique(p.position)
+    real = real[real < int(p.count)]
+    assert (len(real) == 0) == (name == "none_here")
+    token = np.asarray(p.token)[real]
+    same([np.asarray(a)[:, real] for a in got], [np.asarray(a)[:, token] for a in requantise.quantize_rows(x)])
 
 
-def sorted_case(interpret):
+def sorted_case(count, interpret):
     t = rows(24, 384, 3).reshape(24, 3, 128).swapaxes(0, 1)
-    same(requantise.sorted_rows(t, interpret=interpret), requantise.quantize_sorted(t))
+    got, want = sorted_rows(t, jnp.int32(count), interpret=interpret), requantise.quantize_sorted(t)
+    same([np.asarray(a)[:, :count] for a in got], [np.asarray(a)[:, :count] for a in want])
 
 
-@pytest.mark.parametrize("case", [gathered_case, sorted_case])
-def test_equals_its_definition(case):
-    case(True)
+def every_value_case(interpret):
+    """All bf16 up to 448, in order, beside one 448 a chunk: every code, and groups at every distance from the largest."""
+    values = np.arange(136 * 127, dtype=np.uint16) + (0x43E1 - 136 * 127)  # those left out are below 2**-125
+    x = values.view(jnp.bfloat16.dtype).reshape(8, 17, 127)
+    x = np.concatenate([np.where(np.arange(127) % 2, -x, x), np.full((8, 17, 1), 448, x.dtype)], 2)
+    t = jnp.asarray(x.swapaxes(0, 1)[..., layout.CHANNEL])
+    same(sorted_rows(t, jnp.int32(8), interpret=interpret), requantise.quantize_sorted(t))
+
+
+SPREAD = "local", "foreign", "none_here", "three_experts", "odd", "one_row"
+CASES = [(spread_case, name) for name in SPREAD] + [(sorted_case, count) for count in (24, 9, 0)]
+
+
+@pytest.mark.parametrize("case,what", [case for case in CASES if case[1] != "one_row"])  # a compile less
+def test_equals_its_definition(case, what):
+    case(what, True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [gathered_case, sorted_case])
-def test_equals_its_definition_on_the_gpu(case):
-    case(False)
+@pytest.mark.parametrize("case,what", CASES)
+def test_equals_its_definition_on_the_gpu(case, what):
+    case(what, False)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_every_value(interpret):
+    every_value_case(interpret)
 
 
 def deviceless_case(name: str):
     """Both quantisers at the rows of a verify step."""
     shape = jax.ShapeDtypeStruct
-    if name == "gathered":
-        return requantise.gathered_rows, (shape((384, 5120), jnp.bfloat16), shape((2624,), jnp.int32))
-    return requantise.sorted_rows, (shape((18, 2624, 128), jnp.bfloat16),)
+    count = shape((), jnp.int32)
+    if name == "spread":
+        spread = lambda x, position, count: requantise.spread_rows(x, position, count, 2624)
+        return spread, (shape((384, 5120), jnp.bfloat16), shape((384, 6), jnp.int32), count)
+    return requantise.sorted_rows, (shape((18, 2624, 128), jnp.bfloat16), count)
 
 
 @pytest.mark.deviceless
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
-@pytest.mark.parametrize("case", ["gathered", "sorted"])
-def test_compiles_for_hopper_without_spills(case):
-    compiled = deviceless.compile_for("sm_90a", "tests.test_experts_requantise:deviceless_case", case)
-    kernel = compiled.matching("quantise")
-    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0
+def test_compile_for_hopper_to_wide_loads_and_stores():
+    """One kernel each, no spills, the hardware's conversions; values pass through no shared memory."""
+    compiled = deviceless.compile_all("sm_90a", "tests.test_experts_requantise:deviceless_case", ("spread", "sorted"))
+    for case, load, store, stores, values in ("spread", "v2", "v4", 6, 16), ("sorted", "v4", "v2", 1, 8):
+        kernel = compiled[case].matching("quantise")
+        assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0
+        count = kernel.ptx.count
+        assert count(f"ld.global.{load}.b32") == values // (8 if load == "v4" else 4), case
+        assert count(f"st.global.{store}.b32") == stores, case
+        assert count("cvt.rn.satfinite.e4m3x2.f32") == values, "two values an instruction, each converted twice"
+        assert "st.shared.v" not in kernel.ptx and count("bar.sync") <= 1

@@ -253,9 +253,9 @@ def experts(
     sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
     plan = expert_plan(ids, weights, first_expert, local=local, tile_rows=n, impl=plan_impl)
     gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
-    q, scale = requantise.gathered_rows(x, plan.token)
+    q, scale = requantise.spread_rows(x, plan.position, plan.count, plan.token.shape[0])
     config = {"groups": _groups(w13.shape[1], n), **tuning.get("swiglu", {})}
     t = gemm(q, scale, w13, s13, kind="swiglu", **config)
-    q, scale = requantise.sorted_rows(t)
+    q, scale = requantise.sorted_rows(t, plan.count)
     config = {"groups": _groups(w2.shape[1], n), **tuning.get("down", {})}
     return route.combine(gemm(q, scale, w2, s2, kind="down", **config), plan)
