@@ -52,6 +52,7 @@ def gluon_call(
     warps: int,
     compute_capability: int,
     maxnreg: int | None = None,
+    extra_shared: int = 0,  # bytes of dynamic shared memory behind Triton's, for a kernel that addresses them itself
     **constants,
 ):
     """Call a `gluon.jit` kernel whose parameters are the inputs' pointers, the output's pointer, then constexprs.
@@ -64,8 +65,9 @@ def gluon_call(
         kernel, (*arrays, out_shape), constants, warps=warps, compute_capability=compute_capability, maxnreg=maxnreg
     )
     meta = compiled.metadata
+    shared = (meta.shared + 127) // 128 * 128 + extra_shared if extra_shared else meta.shared
     launched = gpu_triton.TritonKernel(
-        meta.name, meta.num_warps, meta.num_ctas, meta.shared, compiled.asm["ptx"], compiled.asm["ttgir"],
+        meta.name, meta.num_warps, meta.num_ctas, shared, compiled.asm["ptx"], compiled.asm["ttgir"],
         compute_capability,
     )  # fmt: skip
     parameters = [gpu_triton.create_array_parameter(0, 16) for _ in range(len(arrays) + 1)]

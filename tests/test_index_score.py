@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import codecs
-from pallas_kernels.index_score import explain, explain_blocks, index_score, index_score_blocks, specs
+from pallas_kernels.index_score import explain, explain_blocks, hopper, index_score, index_score_blocks, specs
 from tests.index_score_harness import BF16, check, kernel_against_reference, key_of, loop_blocks, loop_dense
 
 
@@ -163,7 +163,9 @@ def test_block_kernel_matches_reference(spec):
     inputs["table"][1, 1:3] = (0, -7)
     inputs["end"][-1] = 0
     inputs["block_ids"][-1] = 2**27
-    kernel_against_reference(inputs, index_score_blocks)
+    got = kernel_against_reference(inputs, index_score_blocks)
+    gathered = jax.jit(lambda kw: hopper.index_score_blocks(**kw, block_size=8, window=None))(jax.device_put(inputs))
+    np.testing.assert_array_equal(np.asarray(gathered).astype(np.float64), got)
 
 
 @pytest.mark.gpu
@@ -178,6 +180,27 @@ def test_kernel_lengths(span):
     live = np.arange(spec.capacity) < inputs["visible"][:, None]
     bare = np.asarray(index_score(**inputs, fill=False, impl="hopper")).astype(np.float64)
     np.testing.assert_array_equal(bare[live], got[live])
+
+
+def test_keys_are_shared_only_where_the_kernel_fits_and_pays():
+    inputs = specs.M384_BLOCKS
+    shape = jax.ShapeDtypeStruct
+
+    def refusal(span=6, heads=32, entries=128, columns=264, blocks=2048, size=8):
+        rows = 64 * span
+        pool = shape((64 * columns, entries * codecs.index_record_bytes(inputs.dim)), jnp.uint8)
+        return hopper.refuses_sharing(
+            shape((rows, heads, inputs.dim), BF16), shape((rows, heads), BF16), pool, shape((64, columns), jnp.int32),
+            shape((rows, blocks), jnp.int32), size,
+        )  # fmt: skip
+
+    assert refusal() is None
+    assert "1 rows" in refusal(span=1)
+    assert "9 rows" in refusal(span=9)
+    assert "64 heads" in refusal(heads=64)
+    assert "96 entries" in refusal(entries=96)
+    assert "blocks of 16" in refusal(size=16)
+    assert "1048576 keys" in refusal(columns=8192)
 
 
 def test_explain_says_why_the_kernel_is_passed_over():

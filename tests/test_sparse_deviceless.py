@@ -17,7 +17,8 @@ pytestmark = [
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
-    "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 80, 0),
+    "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
+    "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),
 }
 
 

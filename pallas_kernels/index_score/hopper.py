@@ -9,6 +9,10 @@ from pallas_kernels.index_score.reference import geometry, query_values
 TILE = 64  # keys a tile of the kernels
 PROGRAMS = 3 * 132  # what an H100 or H200 holds at once: 3 of the dense kernel's programs on each multiprocessor
 REGISTERS = 168  # a thread of the dense kernel; more would leave room for 2 programs only
+# The candidates' kernel that shares decoded keys: (blocks a window, blocks kept from before it, groups of 4 warps,
+# registers a thread, programs a request). Two programs fit a multiprocessor; 64 requests fill an H100 or H200 once.
+WINDOW = (64, 16, 2, 128, 4)
+SPARSEST = 4  # keys in reach for each candidate column, up to which decoding all of them is expected to pay
 
 
 def _common_refusal(q, head_weights, index_pool):
@@ -73,19 +77,56 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill=True, progr
     )  # fmt: skip
 
 
-def index_score_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None):
-    """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages."""
-    from pallas_kernels.index_score import hopper_kernel
+def refuses_sharing(q, head_weights, index_pool, table, block_ids, block_size: int) -> str | None:
+    """Why the kernel that decodes keys once for all rows of a request is not taken or would not win, or None.
 
+    It decodes every key that the rows reach, so with few candidates among many keys gathering them row by row is less.
+    """
+    del q
     rows, heads = head_weights.shape
-    batch, columns = table.shape
-    blocks = block_ids.shape[1]
+    columns, blocks = table.shape[1], block_ids.shape[1]
+    span, entries = rows // table.shape[0], geometry(index_pool, 128)[1]
+    if block_size != 8 or entries % TILE:
+        return f"blocks of {block_size} on pages of {entries} entries, wanted 8 and a multiple of {TILE}"
+    if table.shape[0] > 65535:
+        return "more requests than the grid holds"
+    if not 2 <= span <= 8 or span * heads > 256:
+        return f"{span} rows of {heads} heads a request, wanted 2 to 8 rows and at most 256 heads in all"
+    if columns * entries > SPARSEST * blocks * block_size:
+        return f"{columns * entries} keys in reach of {blocks * block_size} candidates"
+    return None
+
+
+def index_score_blocks(
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto"
+):  # fmt: skip
+    """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages.
+
+    window: WINDOW's five numbers for the kernel that shares decoded keys among the rows of a request, None for the one
+    that gathers keys row by row, by default what `refuses_sharing` leaves. chunk, registers: columns a program and
+    registers a thread of the latter.
+    """
+    rows, batch, columns = head_weights.shape[0], *table.shape
+    span, blocks = rows // batch, block_ids.shape[1]
     pages, entries = geometry(index_pool, 128)
+    if window == "auto":
+        window = None if refuses_sharing(q, head_weights, index_pool, table, block_ids, block_size) else WINDOW
+    arrays = (query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end)
+    constants = dict(S=span, HEADS=head_weights.shape[1], KB=blocks, PAGES=pages, E=entries, COLUMNS=columns)
+    out_shape = jax.ShapeDtypeStruct((rows, blocks * block_size), jnp.bfloat16)
+    if window is None:
+        from pallas_kernels.index_score import hopper_kernel
+
+        return gluon_call.gluon_call(
+            hopper_kernel.blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
+            grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), BLOCK=block_size, CHUNK=chunk, **constants,
+        )  # fmt: skip
+    from pallas_kernels.index_score import hopper_shared_kernel as shared
+
+    fresh, kept, halves, registers, programs = window
+    extra = shared.ring_bytes(fresh, kept, span, halves)
     return gluon_call.gluon_call(
-        hopper_kernel.blocks,
-        query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end,
-        out_shape=jax.ShapeDtypeStruct((rows, blocks * block_size), jnp.bfloat16),
-        grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), warps=4, compute_capability=90, maxnreg=registers,
-        S=rows // batch, HEADS=heads, KB=blocks, BLOCK=block_size, CHUNK=chunk,
-        PAGES=pages, E=entries, COLUMNS=columns,
+        shared.request_blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
+        grid=(programs, batch, 1), extra_shared=extra, BYTES=extra, SP=shared.padded_rows(span, halves), HALVES=halves,
+        FRESH=fresh, KEPT=kept, LIST=shared.list_length(fresh), REGISTERS=registers, **constants,
     )  # fmt: skip

@@ -19,21 +19,29 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-TILE = gl.constexpr(64)  # keys a tile
-# [key, scale group, word of the group, channel of a half word]: one thread holds the 4 words of a group for 2 keys,
-# laid out over lanes and warps as the M operand of an FP8 product wants its rows.
-L4 = gl.constexpr(
-    gl.DistributedLinearLayout(
+TILE = gl.constexpr(64)  # keys a tile of 4 warps
+
+
+@gluon.constexpr_function
+def tile_layout(warps):
+    """[key, scale group, word of the group, channel of a half word] of 16 * warps keys: one thread holds the 4 words of a
+    group for 2 keys, laid out over lanes and warps as the M operand of an FP8 product wants its rows."""
+    return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
         [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        [[16, 0, 0, 0], [32, 0, 0, 0]],
+        [[16 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)],
         [],
-        [64, 4, 4, 4],
+        [16 * warps, 4, 4, 4],
     )
-)
-L3 = gl.constexpr(gl.SliceLayout(3, L4))  # words
-LG = gl.constexpr(gl.SliceLayout(2, L3))  # scales
-LK = gl.constexpr(gl.SliceLayout(1, LG))  # keys
+
+
+@gluon.constexpr_function
+def key_layout(warps):
+    """The keys alone, [16 * warps], of `tile_layout`."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, tile_layout(warps))))
+
+
+LK = gl.constexpr(key_layout(4))
 
 
 @gluon.jit
@@ -79,8 +87,10 @@ def _terms(products, weights):
 
 
 @gluon.jit
-def _load_keys(pool, page, entry, mask, E: gl.constexpr):
-    """Keys `entry` of pages `page` (both i32[TILE] over LK) -> (i32[TILE, 4, 4] words, u8[TILE, 4] scales)."""
+def load_keys(pool, page, entry, mask, E: gl.constexpr):
+    """Keys `entry` of pages `page` (both i32[n] over `key_layout`) -> (i32[n, 4, 4] words, u8[n, 4] scales)."""
+    LG: gl.constexpr = entry.type.layout.parent  # scales
+    L3: gl.constexpr = LG.parent  # words
     group = gl.arange(0, 4, gl.SliceLayout(0, LG))
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L3)))
     at = gl.expand_dims(gl.expand_dims(page * (E * 17) + entry * 16, 1) + gl.expand_dims(group * 4, 0), 2)
@@ -92,8 +102,9 @@ def _load_keys(pool, page, entry, mask, E: gl.constexpr):
 
 
 @gluon.jit
-def _decode(words, scales, M: gl.constexpr):
-    """-> (first, second half of the channels as M operands e4m3[TILE, 64], f32[TILE] factor of every key)."""
+def expand_keys(words, scales):
+    """-> (first, second half of every word's channels as e4m3 bytes u8[n, 4, 4, 4], f32[n] factor of every key)."""
+    L4: gl.constexpr = words.type.layout.parent
     scale = scales.to(gl.int32)
     top = gl.max(scale, 1)
     t = scale - gl.expand_dims(top, 1) + 6  # e4m3 holds e2m1 * 2**t for t = -5..6
@@ -103,20 +114,29 @@ def _decode(words, scales, M: gl.constexpr):
     words = gl.expand_dims(words, 3)
     low = gl.expand_dims(gl.expand_dims(low, 2), 3)
     high = gl.expand_dims(gl.expand_dims(high, 2), 3)
-    spread = gl.zeros([TILE, 4, 4, 4], gl.int32, L4)
+    spread = gl.zeros([words.shape[0], 4, 4, 4], gl.int32, L4)
     a, b = _expand(words + spread, low + spread, high + spread)
-    a = gl.permute(a, (0, 2, 1, 3)).reshape([TILE, 64]).to(gl.float8e4nv, bitcast=True)
-    b = gl.permute(b, (0, 2, 1, 3)).reshape([TILE, 64]).to(gl.float8e4nv, bitcast=True)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, M, 4)
-    factor = (gl.maximum(top - 6, 0) << 23).to(gl.float32, bitcast=True)  # 2**(top - 127 - 6)
-    a = gl.convert_layout(a, OPERAND, assert_trivial=True)
-    return a, gl.convert_layout(b, OPERAND, assert_trivial=True), factor
+    return a, b, (gl.maximum(top - 6, 0) << 23).to(gl.float32, bitcast=True)  # 2**(top - 127 - 6)
 
 
 @gluon.jit
-def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+def operand(plane, M: gl.constexpr):
+    """u8[n, 4, 4, 4] of `expand_keys` -> M operand e4m3[n, 64]."""
+    plane = gl.permute(plane, (0, 2, 1, 3)).reshape([plane.shape[0], 64]).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(plane, gl.DotOperandLayout(0, M, 4), assert_trivial=True)
+
+
+@gluon.jit
+def _decode(words, scales, M: gl.constexpr):
+    """-> (first, second half of the channels as M operands e4m3[TILE, 64], f32[TILE] factor of every key)."""
+    a, b, factor = expand_keys(words, scales)
+    return operand(a, M), operand(b, M), factor
+
+
+@gluon.jit
+def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
     """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
-    QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
     q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
     bits = gl.max(q.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
@@ -132,35 +152,46 @@ def _prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr
 
 
 @gluon.jit
-def _head_sums(ones, HEADS: gl.constexpr, N: gl.constexpr):
+def head_sums(ones, HEADS: gl.constexpr, N: gl.constexpr):
     """Fill ones bf16[8, N]: row r adds up the heads of query row r."""
-    OL: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    OL: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     r, n = gl.arange(0, 8, gl.SliceLayout(1, OL)), gl.arange(0, N, gl.SliceLayout(0, OL))
     ones.store(gl.where(gl.expand_dims(r, 1) == gl.expand_dims(n // HEADS, 0), 1.0, 0.0).to(gl.bfloat16))
 
 
 @gluon.jit
-def _products(a, b, q_low, q_high, N: gl.constexpr, M: gl.constexpr):
-    """Start keys x queries, f32[TILE, N], and leave it in flight."""
-    acc = gl.zeros([TILE, N], gl.float32, M)
+def start_products(a, b, q_low, q_high, N: gl.constexpr, M: gl.constexpr):
+    """Start keys x queries, f32[n, N], and leave it in flight."""
+    acc = gl.zeros([a.shape[0], N], gl.float32, M)
     acc = warpgroup_mma(a, q_low.permute((1, 0)), acc, use_acc=False, is_async=True)
     return warpgroup_mma(b, q_high.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
-def _sums(products, weights, ones, factor):
-    """f32[TILE, N] products -> bf16[TILE, 8] scores; column r belongs to query row r, the rest is 0.
+def sums(products, weights, ones, factor):
+    """f32[n, N] products -> bf16[n, 8] scores; column r belongs to query row r, the rest is 0.
 
     The fp32 sum over heads is a product with ones, so that no thread unpacks or shuffles anything.
     """
-    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8, 16])
     terms = _terms(products, gl.expand_dims(weights, 0))
     terms = gl.convert_layout(terms, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
-    total = gl.zeros([TILE, 8], gl.float32, R)
+    total = gl.zeros([products.shape[0], 8], gl.float32, R)
     total = warpgroup_mma(terms, ones.permute((1, 0)), total, use_acc=False, is_async=True)
     total = warpgroup_mma_wait(0, deps=[total])
     score = (total * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R)), 1)).to(gl.bfloat16)
     return gl.where(score == 0, 0.0, score)
+
+
+@gluon.jit
+def fill(line, done, stop):
+    """line bf16[stop]: -inf from `done` on."""
+    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 256 * gl.num_warps(), LANES)
+    empty = gl.full([256 * gl.num_warps()], float("-inf"), gl.bfloat16, LANES)
+    for column in range(done // 1024 * 1024, stop, 256 * gl.num_warps()):
+        c = column + lane
+        gl.store(line + c, empty, mask=(c >= done) & (c < stop))
 
 
 @gluon.jit
@@ -186,7 +217,7 @@ def dense(
     q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
 
     ones = gl.allocate_shared_memory(gl.bfloat16, [8, N], gl.NVMMASharedLayout(gl.constexpr(min(128, 2 * N)), 16, 2))
-    _head_sums(ones, HEADS, N)
+    head_sums(ones, HEADS, N)
 
     request = gl.arange(0, BP, RL)
     longest = gl.full([BP], 0, gl.int32, RL)
@@ -204,14 +235,14 @@ def dense(
         last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
         row = b * S + group
         gl.thread_barrier()  # every warp has finished with the previous request's queries
-        w0 = _prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N, M)
+        w0 = prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N, M)
         w1, w2, w3 = w0, w0, w0
         if GROUPS > 1:
-            w1 = _prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N, M)
+            w1 = prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N, M)
         if GROUPS > 2:
-            w2 = _prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N, M)
+            w2 = prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N, M)
         if GROUPS > 3:
-            w3 = _prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N, M)
+            w3 = prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N, M)
         fence_async_shared()
         gl.thread_barrier()
         pages = table_ptr + b * COLUMNS
@@ -219,36 +250,30 @@ def dense(
         end = (last - base) * TILE
         page = gl.load(pages + first // E)
         inside = (page > 0) & (page < PAGES) & (key >= 0)
-        words, scales = _load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E)
+        words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E)
         page = gl.load(pages + (first + TILE) // E, mask=first + TILE < end, other=0)
         for column in range(first, end, TILE):
             ka, kb, factor = _decode(words, scales, M)
             inside = (page > 0) & (page < PAGES) & (key >= 0)
-            words, scales = _load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
+            words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
-            ahead = _products(ka, kb, q_low.index(0), q_high.index(0), N, M)
+            ahead = start_products(ka, kb, q_low.index(0), q_high.index(0), N, M)
             for g in gl.static_range(GROUPS):
                 w = w0 if g == 0 else (w1 if g == 1 else (w2 if g == 2 else w3))
                 now = ahead
                 if g + 1 < GROUPS:
-                    ahead = _products(ka, kb, q_low.index(g + 1), q_high.index(g + 1), N, M)
+                    ahead = start_products(ka, kb, q_low.index(g + 1), q_high.index(g + 1), N, M)
                     products = warpgroup_mma_wait(2, deps=[now])
                 else:
                     products = warpgroup_mma_wait(0, deps=[now])
-                score = _sums(products, w, ones, factor)
+                score = sums(products, w, ones, factor)
                 _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
         at = last
     if FILL:
-        LANES: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-        lane = gl.arange(0, 1024, LANES)
         for r in range(program, B * ROWS, programs):
             b = r // ROWS
             done = gl.sum(gl.where(request == b, tiles, 0), 0) * TILE
-            line = out_ptr + (b * S + group + r % ROWS).to(gl.int64) * CAPACITY
-            for column in range(done // 1024 * 1024, CAPACITY, 1024):
-                c = column + lane
-                empty = gl.full([1024], float("-inf"), gl.bfloat16, LANES)
-                gl.store(line + c, empty, mask=(c >= done) & (c < CAPACITY))
+            fill(out_ptr + (b * S + group + r % ROWS).to(gl.int64) * CAPACITY, done, CAPACITY)
 
 
 @gluon.jit
@@ -301,13 +326,13 @@ def blocks(
         q_low = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
         q_high = gl.allocate_shared_memory(gl.float8e4nv, [HEADS, 64], SHARED)
         ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
-        _head_sums(ones, HEADS, HEADS)
+        head_sums(ones, HEADS, HEADS)
         ids, pages = ids_ptr + t * KB, table_ptr + t // S * COLUMNS
         position = _candidate(ids, first, KB, BLOCK)
         page = _page_of(pages, position, PAGES, E, COLUMNS)
         ahead = _candidate(ids, first + TILE, KB, BLOCK)
-        w = _prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS, M)
-        words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+        w = prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS, M)
+        words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
         page = _page_of(pages, ahead, PAGES, E, COLUMNS)
         position = ahead
         ahead = _candidate(ids, first + 2 * TILE, KB, BLOCK)
@@ -315,21 +340,17 @@ def blocks(
         gl.thread_barrier()
         for column in range(first, live, TILE):
             ka, kb, factor = _decode(words, scales, M)
-            words, scales = _load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+            words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
             page = _page_of(pages, ahead, PAGES, E, COLUMNS)
             position = ahead
             ahead = _candidate(ids, column + 3 * TILE, KB, BLOCK)
-            products = _products(ka, kb, q_low, q_high, HEADS, M)
+            products = start_products(ka, kb, q_low, q_high, HEADS, M)
             products = warpgroup_mma_wait(0, deps=[products])
-            score = _sums(products, w, ones, factor)
+            score = sums(products, w, ones, factor)
             LAYOUT: gl.constexpr = score.type.layout
             c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
             alone = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) == 0, 0)
             score = gl.where(c < end, score, float("-inf")).to(gl.bfloat16)
             gl.store(line + c + gl.where(alone, 0, 1), score, mask=(c < stop) & alone)
         done = first + (live - first + TILE - 1) // TILE * TILE
-    LANES: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    lane = gl.arange(0, 1024, LANES)
-    for column in range(done // 1024 * 1024, stop, 1024):
-        c = column + lane
-        gl.store(line + c, gl.full([1024], float("-inf"), gl.bfloat16, LANES), mask=(c >= done) & (c < stop))
+    fill(line, done, stop)

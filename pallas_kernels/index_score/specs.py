@@ -126,7 +126,8 @@ BENCH_BLOCK_SPECS = BLOCK_SPECS = (M384_BLOCKS,)
 
 def deviceless_case(name: str):
     """(function, arguments) for a compile without a GPU (tests/deviceless.py): "m384_16k" for the Hopper kernel,
-    "m384_16k:blackwell" for the Triton one, for the target in DEVICELESS_CAPABILITY."""
+    "m384_blocks:gather" for the one that gathers row by row, "m384_16k:blackwell" for the Triton one, for the target in
+    DEVICELESS_CAPABILITY."""
     import os
 
     import jax
@@ -139,6 +140,8 @@ def deviceless_case(name: str):
     module, extra = hopper, {}
     if kind == "blackwell":
         module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
+    if kind == "gather":
+        extra = {"window": None}
 
     def function(*arrays):
         inner = dict(zip(inputs, arrays, strict=True)) | extra

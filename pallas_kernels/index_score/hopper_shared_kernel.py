@@ -1,0 +1,406 @@
+"""The candidate-only scorer on Hopper that decodes a key once for all rows of its request, in Gluon. Imports Triton:
+import it only where a GPU kernel is wanted.
+
+A program walks a range of a request's logical blocks in windows. It expands a window's keys to e4m3 into a ring in shared
+memory (the arithmetic is hopper_kernel.py's), then scores each row's candidates that lie there: a thread reads the bytes
+of its keys straight into the registers that the tensor core takes them from, so a tile may gather any blocks of the ring.
+Candidates that do not fill a tile wait for the next window while their block stays in the ring.
+
+Triton's shared memory can be addressed as whole buffers only, so the ring, the rows' lists of ring slots and what a row
+does in a window lie in bytes of dynamic shared memory behind Triton's own (`ring_bytes`, gluon_call's extra_shared),
+read and written by the inline assembly below. Two barriers a window separate its writers from its readers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_wait
+
+from pallas_kernels.index_score.hopper_kernel import (
+    expand_keys,
+    fill,
+    head_sums,
+    key_layout,
+    operand,
+    prepare_queries,
+    start_products,
+    sums,
+    tile_layout,
+)
+
+BLOCK = gl.constexpr(8)  # keys a block
+NEVER = gl.constexpr(2**31 - 1)  # above every block id
+
+
+def list_length(fresh: int) -> int:
+    """Candidates of a row looked at in one window: the fresh ones and those that waited, as a power of two."""
+    return max(64, 1 << (fresh + 6).bit_length())
+
+
+def padded_rows(span: int, halves: int) -> int:
+    """Rows of a group of warps as a power of two."""
+    return max(4, 1 << (-(-span // halves) - 1).bit_length())
+
+
+def ring_bytes(fresh: int, kept: int, span: int, halves: int) -> int:
+    """Shared memory that the kernel addresses itself: ring and a block of zeros (bytes, factors), lists, rows' work."""
+    ring = (fresh + kept + 1) * BLOCK.value * (128 + 4)
+    return ring + halves * padded_rows(span, halves) * (4 * list_length(fresh) + 16)
+
+
+@gluon.constexpr_function
+def list_layout(rows, length):
+    """[row of a group, listed candidate] over 4 warps: a row's candidates lie in one warp."""
+    a_warp = max(1, rows // 4)
+    return gl.BlockedLayout([1, length * a_warp // 32], [a_warp, 32 // a_warp], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _own_shared(BYTES: gl.constexpr):
+    """Address of the last BYTES of dynamic shared memory."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b;
+        mov.u32 a, global_smem;
+        mov.u32 b, %dynamic_smem_size;
+        add.u32 a, a, b;
+        sub.u32 $0, a, $1;
+        }""",
+        "=r,r", [BYTES], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _meet(HALVES: gl.constexpr):
+    """A barrier of all warps of the program, whichever partition runs them."""
+    if HALVES == 1:
+        gl.thread_barrier()
+    else:
+        gl.inline_asm_elementwise("bar.sync 15, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _write_keys(low, high, at):
+    """A thread's two keys, u8[n, 4, 4, 4] twice -> 4 times 16 bytes from `at` (i32, same shape) on, 256 bytes apart, each
+    what one step of the product takes as its M operand."""
+    gl.inline_asm_elementwise(
+        """{
+        st.shared.v4.b32 [$24], {$8, $12, $9, $13};
+        st.shared.v4.b32 [$24 + 256], {$10, $14, $11, $15};
+        st.shared.v4.b32 [$24 + 512], {$16, $20, $17, $21};
+        st.shared.v4.b32 [$24 + 768], {$18, $22, $19, $23};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        mov.b32 $4, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0;
+        }""",
+        "=r,=r,=r,=r,=r,=r,=r,=r" + ",r" * 48, [low, high, at], dtype=gl.uint8, is_pure=False, pack=32,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_keys(at):
+    """The bytes that `_write_keys` wrote there."""
+    return gl.inline_asm_elementwise(
+        """{
+        ld.shared.v4.b32 {$0, $4, $1, $5}, [$16];
+        ld.shared.v4.b32 {$2, $6, $3, $7}, [$16 + 256];
+        ld.shared.v4.b32 {$8, $12, $9, $13}, [$16 + 512];
+        ld.shared.v4.b32 {$10, $14, $11, $15}, [$16 + 768];
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r" + ",r" * 32, [at],
+        dtype=(gl.uint8, gl.uint8), is_pure=False, pack=32,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _write(at, value):
+    """Words, an address each."""
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [at, value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _write_four(at, a, b, c, d):
+    """Four words at every address, which is a multiple of 16."""
+    gl.inline_asm_elementwise(
+        "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;", "=r,r,r,r,r,r", [at, a, b, c, d], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_four(at):
+    return gl.inline_asm_elementwise(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_word(at):
+    """i32 addresses, the same for a thread's two keys -> the word there."""
+    return gl.inline_asm_elementwise(
+        "ld.shared.b32 $0, [$2]; mov.b32 $1, $0;", "=&r,=r,r,r", [at], dtype=gl.int32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _write_factors(factors, at):
+    """f32 of a thread's two keys -> 8 bytes at the first one's address."""
+    gl.inline_asm_elementwise(
+        "st.shared.v2.b32 [$4], {$2, $3}; mov.b32 $0, 0; mov.b32 $1, 0;", "=r,=r,r,r,r,r", [factors, at],
+        dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _read_factors(at):
+    return gl.inline_asm_elementwise(
+        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r,r", [at], dtype=gl.float32, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _over_bytes(address, L4: gl.constexpr):
+    """i32[n] addresses of keys -> the same for every byte of a thread's piece of the key."""
+    address = gl.expand_dims(gl.expand_dims(gl.expand_dims(address, 1), 2), 3)
+    return address + gl.zeros([address.shape[0], 4, 4, 4], gl.int32, L4)
+
+
+@gluon.jit
+def _key_of_row(row):
+    """Key of its tile that a row of the product stands for: the two rows of a thread are keys j and j + 4 of one block."""
+    return row // 16 * 16 + row // 4 % 2 * 8 + row // 8 % 2 * 4 + row % 4
+
+
+@gluon.jit
+def _piece(row, L4: gl.constexpr):
+    """i32[n, 4, 4, 4]: where in a block's KiB a thread's first 16 bytes lie."""
+    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L4))))
+    at = gl.expand_dims(row % 4 * 64, 1) + gl.expand_dims(group * 16, 0)
+    return gl.expand_dims(gl.expand_dims(at, 2), 3) + gl.zeros([row.shape[0], 4, 4, 4], gl.int32, L4)
+
+
+@gluon.jit
+def _pages_of(pages, column, STEP: gl.constexpr, TILES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
+    """Page ids (scalars) of TILES tiles of keys, STEP columns apart from `column` on, 0 past the table."""
+    ids = ()
+    for i in gl.static_range(TILES):
+        at = column + i * STEP
+        ids = ids + (gl.load(pages + at // E, mask=at < COLUMNS * E, other=0),)
+    return ids
+
+
+@gluon.jit
+def _load_window(
+    pool, page_ids, column, key, HALVES: gl.constexpr, TILES: gl.constexpr, PAGES: gl.constexpr, E: gl.constexpr
+):  # fmt: skip
+    """Packed keys of every HALVES-th tile from `column` on -> (words of every tile, scales of every tile)."""
+    STEP: gl.constexpr = HALVES * key.shape[0]
+    LG: gl.constexpr = key.type.layout.parent
+    group = gl.arange(0, 4, gl.SliceLayout(0, LG))
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, LG.parent)))
+    words, scales = (), ()
+    for i in gl.static_range(TILES):
+        page = page_ids[i]
+        live = (page > 0) & (page < PAGES)
+        entry = (column + i * STEP) % E
+        base = pool + gl.where(live, page, 0).to(gl.int64) * (E * 68)
+        at = gl.expand_dims(gl.expand_dims(key * 16, 1) + gl.expand_dims(group * 4, 0), 2)
+        at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
+        seen = (key >= 0) & live
+        w = gl.load((base + entry * 64).to(gl.pointer_type(gl.int32)) + at,
+                    mask=gl.expand_dims(gl.expand_dims(seen, 1), 2), other=0)  # fmt: skip
+        at = gl.expand_dims(key * 4, 1) + gl.expand_dims(group, 0)
+        s = gl.load(base + (E * 64 + entry * 4) + at, mask=gl.expand_dims(seen, 1), other=0)
+        words = words + (w,)
+        scales = scales + (s,)
+    return words, scales
+
+
+@gluon.jit
+def _score_windows(
+    half, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
+    ones, S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
+    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, PAGES: gl.constexpr, E: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Four warps: decode every HALVES-th tile of the windows from k to stop, score the half-th share of the rows."""
+    TILE: gl.constexpr = 64
+    PER: gl.constexpr = TILE // BLOCK  # blocks a tile
+    TILES: gl.constexpr = FRESH // PER // HALVES
+    RING: gl.constexpr = FRESH + KEPT
+    SHARE: gl.constexpr = (S + HALVES - 1) // HALVES
+    WIDTH: gl.constexpr = KB * BLOCK
+    LIMIT: gl.constexpr = COLUMNS * E // BLOCK  # blocks of the table
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    L4: gl.constexpr = tile_layout(4)
+    IL: gl.constexpr = list_layout(SP, LIST)
+    factors_at = own + (RING + 1) * (BLOCK * 128)
+    lists_at = factors_at + (RING + 1) * (BLOCK * 4)
+    work_at = lists_at + HALVES * SP * (LIST * 4)
+    line_of = gl.arange(0, TILE, key_layout(4))  # rows of the product
+    key = _key_of_row(line_of)
+    block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
+    piece = _piece(line_of, L4)
+    first_column = half * TILE
+    page_ids = _pages_of(pages, k * (FRESH * BLOCK) + first_column, HALVES * TILE, TILES, E, COLUMNS)
+    next_pages = _pages_of(pages, (k + 1) * (FRESH * BLOCK) + first_column, HALVES * TILE, TILES, E, COLUMNS)
+
+    rows = gl.minimum(SHARE, S - half * SHARE)
+    share = gl.arange(0, SP, gl.SliceLayout(1, IL))
+    row = b * S + half * SHARE + share
+    i = gl.expand_dims(gl.arange(0, LIST, gl.SliceLayout(0, IL)), 0)
+    end = gl.load(end_ptr + row, mask=share < rows, other=0)
+    end = gl.minimum(gl.maximum(end, 0), WIDTH)
+    counts = gl.expand_dims((end + (BLOCK - 1)) // BLOCK, 1)  # live blocks of every row
+    ids = ids_ptr + gl.expand_dims(row * KB, 1)
+    # candidates of a row before the first window: by a stride, then one by one
+    STRIDE: gl.constexpr = (KB + LIST - 1) // LIST
+    before = k * FRESH
+    probe = gl.load(ids + i * STRIDE, mask=i * STRIDE < counts, other=NEVER)
+    base = gl.maximum(gl.sum((probe < before).to(gl.int32), 1) - 1, 0) * STRIDE
+    pending = base
+    for f in gl.static_range((STRIDE + LIST - 1) // LIST):
+        at = f * LIST + i
+        probe = gl.load(ids + gl.expand_dims(base, 1) + at,
+                        mask=(at < STRIDE) & (gl.expand_dims(base, 1) + at < counts), other=NEVER)  # fmt: skip
+        pending += gl.sum((probe < before).to(gl.int32), 1)
+    pending = gl.where(k > 0, pending, 0)  # ids below 0 go with the first window
+    listed = gl.expand_dims(pending, 1) + i
+    listed = gl.load(ids + listed, mask=listed < counts, other=NEVER)
+    words, scales = _load_window(pool_ptr, page_ids, k * (FRESH * BLOCK) + first_column, key, HALVES, TILES, PAGES, E)
+    for r in range(rows):
+        s = half * SHARE + r
+        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
+        weights.index(s).store(w)
+    fence_async_shared()
+    gl.thread_barrier()
+    decoded = k - 1  # last window that the ring holds
+    while k < stop:
+        v = k * FRESH
+        bound = gl.where(k + 1 == windows, NEVER, v + FRESH)
+        n = gl.sum((listed < bound).to(gl.int32), 1)
+        whole = n // PER * PER
+        waiting = gl.sum(gl.where(i == gl.expand_dims(whole, 1), listed, 0), 1)
+        flush = (k + 1 == stop) | (waiting < v + FRESH - KEPT)
+        taken = gl.where(flush, n, whole)
+        held = (listed >= gl.maximum(v - KEPT, 0)) & (listed < gl.minimum(v + FRESH, LIMIT))
+        slot = gl.where(held, (listed.to(gl.uint32) % RING).to(gl.int32), RING)
+        _meet(HALVES)  # every warp has finished with the previous window
+        place = half * SP + share
+        _write(lists_at + gl.expand_dims(place, 1) * (LIST * 4) + i * 4, slot * (BLOCK * 128))
+        _write_four(work_at + place * 16, taken, pending, end, (n == LIST).to(gl.int32))
+        if decoded < k:
+            for t in gl.static_range(TILES):
+                low, high, factor = expand_keys(words[t], scales[t])
+                to = v % RING + (t * HALVES + half) * PER + block
+                to = gl.where(to >= RING, to - RING, to)
+                _write_keys(low, high, _over_bytes(own + to * (BLOCK * 128), L4) + piece)
+                _write_factors(factor.to(gl.int32, bitcast=True), factors_at + to * (BLOCK * 4) + line_of % 4 * 8)
+        decoded = k
+        _meet(HALVES)
+        pending += taken
+        listed = gl.expand_dims(pending, 1) + i
+        listed = gl.load(ids + listed, mask=listed < counts, other=NEVER)
+        column = (k + 1) * (FRESH * BLOCK) + first_column
+        words, scales = _load_window(pool_ptr, next_pages, column, key, HALVES, TILES, PAGES, E)
+        next_pages = _pages_of(pages, column + FRESH * BLOCK, HALVES * TILE, TILES, E, COLUMNS)
+        again = 0  # whether any row of the request has candidates in this window beyond its list
+        if HALVES > 1:
+            for r in range(S - rows):
+                again = again | _read_four(work_at + ((1 - half) * SP + r) * 16)[3]
+        for r in range(rows):
+            taken_r, pending_r, end_r, full = _read_four(work_at + (half * SP + r) * 16)
+            again = again | full
+            s = half * SHARE + r
+            w = weights.index(s).load(gl.SliceLayout(0, M))
+            line = out_ptr + (b * S + s).to(gl.int64) * WIDTH + pending_r * BLOCK
+            last = gl.minimum(taken_r * BLOCK, end_r - pending_r * BLOCK)
+            for c in range(0, last, TILE):
+                slot_at = _read_word(lists_at + (half * SP + r) * (LIST * 4) + c // 2 + block * 4)
+                factor = _read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
+                low, high = _read_keys(_over_bytes(own + slot_at, L4) + piece)
+                products = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
+                products = warpgroup_mma_wait(0, deps=[products])
+                _store_row(sums(products, w, ones, factor), line + c, last - c)
+        k += 1 - again
+
+
+@gluon.jit
+def _store_row(score, line, stop):
+    """Column 0 of bf16[n, 8] scores to line[0 .. min(n, stop)), row by row as `_key_of_row` says."""
+    LAYOUT: gl.constexpr = score.type.layout
+    c = gl.expand_dims(_key_of_row(gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))), 1)
+    alone = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) == 0, 0)
+    gl.store(line + c + gl.where(alone, 0, 0), score, mask=(c < stop) & alone)
+
+
+@gluon.jit
+def request_blocks(
+    q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
+    S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
+    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, BYTES: gl.constexpr, REGISTERS: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Program (p, b) scores the candidates of request b in the p-th equal share of the windows that its rows reach.
+
+    A window is FRESH blocks; the ring holds KEPT older ones too. HALVES: groups of 4 warps (1 or 2) that share the rows,
+    SP a group's rows, rounded up to a power of two. REGISTERS: a thread of the second group.
+    """
+    WIDTH: gl.constexpr = KB * BLOCK
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    RL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gdc_wait()
+    program, programs, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
+    row = gl.arange(0, 32, RL)
+    end = gl.load(end_ptr + b * S + row, mask=row < S, other=0)
+    count = (gl.minimum(gl.maximum(end, 0), WIDTH) + (BLOCK - 1)) // BLOCK
+    newest = gl.load(ids_ptr + (b * S + row) * KB + count - 1, mask=count > 0, other=-1)
+    newest = gl.minimum(gl.maximum(gl.max(newest, 0), 0), COLUMNS * E // BLOCK - 1)
+    windows = gl.where(gl.max(count, 0) > 0, newest // FRESH + 1, 0)
+    k = windows * program // programs
+    stop = windows * (program + 1) // programs
+    for s in range(program, S, programs):
+        live = gl.minimum(gl.maximum(gl.load(end_ptr + b * S + s), 0), WIDTH)
+        fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
+    own = _own_shared(BYTES)
+    q_low = gl.allocate_shared_memory(gl.float8e4nv, [S, HEADS, 64], SHARED)
+    q_high = gl.allocate_shared_memory(gl.float8e4nv, [S, HEADS, 64], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [S, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
+    line_of = gl.arange(0, 64, key_layout(4))
+    head_sums(ones, HEADS, HEADS)
+    blank = own + (FRESH + KEPT) * (BLOCK * 128)
+    _write_keys(gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)), gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)),
+                blank + _piece(line_of, tile_layout(4)))  # fmt: skip
+    _write_factors(line_of * 0, own + (FRESH + KEPT + 1) * (BLOCK * 128) + (FRESH + KEPT) * (BLOCK * 4) + line_of % 4 * 8)
+    fence_async_shared()
+    pages = table_ptr + b * COLUMNS
+    if HALVES == 1:
+        _score_windows(
+            0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
+            ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
+        )  # fmt: skip
+    else:
+        gl.thread_barrier()
+        gl.warp_specialize(
+            [
+                (
+                    _score_windows,
+                    (
+                        0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
+                    ),
+                ),
+                (
+                    _score_windows,
+                    (
+                        1, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
+                    ),
+                ),
+            ],
+            [4],
+            [REGISTERS],
+        )  # fmt: skip
