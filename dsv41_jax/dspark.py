@@ -76,8 +76,9 @@ def propose(
                 attend = _stage_attention(rings, i, stage.attn, row_slots, positions, slots, bounds, cos, sin, net)
                 at = block(at, stage, attend, c.dspark_num_experts_per_tok, net, following[i])
         x = hyper.collapse(at.streams, at.pre)
-        base = head(params, rms_norm(x, params.draft.norm[...], c.rms_norm_eps)).reshape(b, n, -1)
-        proposal = _markov(params, x.reshape(b, n, -1), base, anchor, choose)
+        x = x.reshape(b, n, -1).swapaxes(0, 1)  # column by column: the logits of one are a slice that nobody copies
+        base = head(params, rms_norm(x.reshape(n * b, -1), params.draft.norm[...], c.rms_norm_eps)).reshape(n, b, -1)
+        proposal = _markov(params, x, base, anchor, choose)
         return dataclasses.replace(state, draft_window=tuple(rings)), proposal
 
 
@@ -107,16 +108,22 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
     return attend
 
 
-def _markov(params: Transformer, x, base, anchor, choose) -> Proposal:
+def _markov(
+    params: Transformer,
+    x,  # dtype[G, B, H]
+    base,  # f32[G, B, V]
+    anchor,
+    choose,
+) -> Proposal:
     """The sequential Markov head: each column's logits depend on the token drafted before it."""
     draft = params.draft
     embed, markov, weight = draft.markov_embed[...], draft.markov_head[...], draft.confidence[...].astype(jnp.float32)
     previous, tokens, logits, confidence = anchor, [], [], []
-    for i in range(base.shape[1]):
+    for i in range(base.shape[0]):
         with jax.named_scope("markov"):
             e = embed[jnp.clip(previous, 0, embed.shape[0] - 1)].astype(x.dtype)
-            logits.append(base[:, i] + matmul(e, markov, jnp.float32))
-            joint = jnp.concatenate([x[:, i].astype(jnp.float32), e.astype(jnp.float32)], -1)
+            logits.append(base[i] + matmul(e, markov, jnp.float32))
+            joint = jnp.concatenate([x[i].astype(jnp.float32), e.astype(jnp.float32)], -1)
             confidence.append(in_row_tiles(lambda j: jnp.sum(j * weight[0], -1), joint))
             previous = choose(logits[-1], i)
             tokens.append(previous)
