@@ -77,7 +77,7 @@ OPERATORS = (
     Operator("window_store", ("first", "eps"), in_place=1, differing=2e-3),
     Operator("global_producer", ("eps",), in_place=3, differing=5e-3),
     Operator("hyper_enter", ("eps",), tolerance=1e-2),
-    Operator("hyper_leave", ("eps",), tolerance=1e-2, function="site_to_site"),
+    Operator("hyper_leave", ("eps", "iterations", "mix_eps"), tolerance=1e-2, function="site_to_site"),
     Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),
     Operator("index_score", ("fill",), tolerance=2e-2, unit="fp8"),

@@ -9,7 +9,6 @@ from dsv41_jax.config import ModelConfig
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import HyperSite
 from pallas_kernels import codecs
-from pallas_kernels.hyper_coefficients.api import hyper_coefficients
 from pallas_kernels.hyper_enter.api import hyper_enter
 from pallas_kernels.hyper_leave.api import Ahead, enter_next, hyper_leave
 from pallas_kernels.hyper_leave.reference import expand
@@ -38,10 +37,14 @@ def enter(
     c: ModelConfig,
     options: DecodeOptions,
 ):
-    """(u dtype[T, H], r f32[T], products f32[T, n * N]): the sublayer's input, collapsed with the PREVIOUS `pre` and
-    normalised, and what `mixes` takes."""
-    return enter_next(at.streams, at.ahead, at.pre, site.fn[...], norm, eps=c.rms_norm_eps,
-                      enter_impl=options.impl("hyper_enter"))  # fmt: skip
+    """The entry of a sublayer: u dtype[T, H], its input, collapsed with the PREVIOUS `pre` and normalised; and the
+    coefficients of the streams there: pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M]
+    (comb[j, k]: from stream j to k)."""
+    return enter_next(
+        at.streams, at.ahead, at.pre, site.fn[...], norm, site.scale[...], site.base[...], eps=c.rms_norm_eps,
+        iterations=c.hc_sinkhorn_iters, mix_eps=c.hc_eps, enter_impl=options.impl("hyper_enter"),
+        coefficients_impl=options.impl("hyper_coefficients"),
+    )  # fmt: skip
 
 
 def enter_last(
@@ -52,23 +55,6 @@ def enter_last(
 ):
     """dtype[T, H]: the streams collapsed and normalised for the head."""
     return hyper_enter(at.streams, at.pre, norm, eps=c.rms_norm_eps, impl=options.impl("hyper_enter"))[0]
-
-
-def mixes(
-    r,  # f32[T] from `enter`
-    products,  # f32[T, n * N] from `enter`
-    site: HyperSite,
-    c: ModelConfig,
-    options: DecodeOptions,
-):
-    """Coefficients of one sublayer from the streams at its input.
-
-    Returns pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k).
-    """
-    return hyper_coefficients(
-        products, r, site.scale[...], site.base[...], streams=c.hc_mult, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps,
-        impl=options.impl("hyper_coefficients"),
-    )  # fmt: skip
 
 
 def leave(

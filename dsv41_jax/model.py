@@ -57,8 +57,7 @@ def sublayer(
 
     Returns (residual with this site's pre, the sublayer output y)."""
     with jax.named_scope("hyper_mixes"):
-        u, r, products = hyper.enter(at, norm, site, net.config, net.options)
-        pre, post, comb = hyper.mixes(r, products, site, net.config, net.options)
+        u, pre, post, comb = hyper.enter(at, norm, site, net.config, net.options)
     y = run(u)
     with jax.named_scope("hyper_expand"):
         return hyper.leave(at, y, pre, post, comb, following, net.options), y

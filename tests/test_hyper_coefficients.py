@@ -1,5 +1,6 @@
 """Coefficients of a hyper-connection site: the definition against numpy in float64, the kernel against the definition."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,16 +20,22 @@ def numpy_sinkhorn(logits, iterations, eps):
     return x
 
 
+def check_coefficients(got, y, scale, base, *, streams, iterations, eps):
+    """(pre, post, comb) against numpy. y f64[T, N]: the products times r."""
+    m, n = streams, y.shape[1]
+    a = y * scale[np.minimum(np.arange(n) // m, 2)] + base
+    with np.errstate(over="ignore"):
+        sigmoid = 1 / (1 + np.exp(-a))
+    comb = numpy_sinkhorn(a[:, 2 * m :].reshape(-1, m, m), iterations, eps)
+    np.testing.assert_allclose(np.asarray(got[2]).sum(-2), 1, atol=1e-5)
+    for ours, want in zip(got, (sigmoid[:, :m] + eps, 2 * sigmoid[:, m : 2 * m], comb), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), want, rtol=3e-5, atol=1e-6)
+
+
 def check(got, inputs, spec):
     products, r, scale, base = (np.asarray(x, np.float64) for x in inputs)
-    m, n = spec.streams, spec.static.width
-    y = products.reshape(spec.rows, spec.parts, n).sum(1) * r[:, None]
-    a = y * scale[np.minimum(np.arange(n) // m, 2)] + base
-    sigmoid = 1 / (1 + np.exp(-a))
-    comb = numpy_sinkhorn(a[:, 2 * m :].reshape(-1, m, m), spec.iterations, spec.eps)
-    np.testing.assert_allclose(np.asarray(got[2]).sum(-2), 1, atol=1e-5)
-    for ours, want in zip(got, (sigmoid[:, :m] + spec.eps, 2 * sigmoid[:, m : 2 * m], comb), strict=True):
-        np.testing.assert_allclose(np.asarray(ours), want, rtol=3e-5, atol=1e-6)
+    y = products.reshape(spec.rows, spec.parts, -1).sum(1) * r[:, None]
+    check_coefficients(got, y, scale, base, streams=spec.streams, iterations=spec.iterations, eps=spec.eps)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
@@ -45,8 +52,8 @@ def test_equals_numpy(spec, run):
 def test_falls_back_with_a_reason():
     spec = SPECS[0]
     products, r, scale, base = spec.make_inputs(0)
-    reasons = explain(products[:5], r[:5], scale, base, **spec.options, arch="sm_90")
-    assert reasons["chosen"] == "reference" and "multiple of 32" in reasons["one_kernel"]
+    reasons = explain(products.astype(jnp.bfloat16), r, scale, base, **spec.options, arch="sm_90")
+    assert reasons["chosen"] == "reference" and "bfloat16" in reasons["one_kernel"]
     assert explain(products, r, scale, base, **spec.options, arch="sm_103")["chosen"] == "one_kernel"
     with pytest.raises(ValueError, match="expected products"):
         hyper_coefficients(products[:, :-1], r, scale, base, **spec.options)

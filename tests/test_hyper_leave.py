@@ -14,10 +14,12 @@ from dsv41_jax.dspark import propose
 from dsv41_jax.model import Network, forward, head
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.precision import precision
+from pallas_kernels.hyper_coefficients.api import Static
 from pallas_kernels.hyper_leave import api, enter_next, explain, fused, hyper_leave, reference, site_to_site
 from pallas_kernels.hyper_leave.specs import BY_NAME, SPECS
 from pallas_kernels.registry import Implementation
 from tests import deviceless
+from tests.test_hyper_coefficients import check_coefficients
 
 SMALL = [s for s in SPECS if s.name.startswith("tiny")]
 
@@ -26,28 +28,34 @@ def f64(x):
     return np.asarray(x, np.float64)
 
 
-def check(got, inputs, eps):
+def whole(fn):
+    """f64[N, M * H] of either form."""
+    parts = f64(fn).reshape(3, -1, fn.shape[1]) if reference.is_split(fn) else f64(fn)[None]
+    return parts.sum(0)
+
+
+def check(got, inputs, spec):
     """Every output against numpy from the inputs it has: what is made of the new streams, from the streams returned."""
-    streams, y, post, comb, pre, fn, weight = map(f64, inputs)
-    new, u, r, products = map(f64, got)
+    streams, y, post, comb, pre, _, weight, *affine = map(f64, inputs)
+    fn = whole(inputs[5])
+    new, u, *mixes = map(f64, got)
     want = post[..., None] * y[:, None] + np.einsum("tjk,tjh->tkh", comb, streams)
     scale = post[..., None] * np.abs(y[:, None]) + np.einsum("tjk,tjh->tkh", comb, np.abs(streams))
     assert (np.abs(new - want) <= 2.0**-8 * np.abs(want) + 2.0**-21 * scale).all()  # rounded once
     assert np.mean(got[0] == np.asarray(want, jnp.bfloat16)) > 0.999
-    np.testing.assert_allclose(r, 1 / np.sqrt((new * new).mean((1, 2)) + eps), rtol=1e-5)
-    flat = new.reshape(len(new), -1)
-    total = products.reshape(len(new), -1, fn.shape[0])[:, ::-1].sum(1)
-    # bf16 parts of fn alone would be off by 2**-9 of this
-    assert (np.abs(total - flat @ fn.T) <= 2.0**-20 * (np.abs(flat) @ np.abs(fn.T))).all()
+    flat, m = new.reshape(len(new), -1), spec.streams
+    r = 1 / np.sqrt((flat * flat).mean(1, keepdims=True) + spec.eps)
+    check_coefficients(mixes, flat @ fn.T * r, *affine, streams=m, iterations=spec.iterations, eps=spec.mix_eps)
     x = f64(jnp.asarray((pre[..., None] * new).sum(1), jnp.bfloat16))
-    want = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    want = x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.eps) * weight
     np.testing.assert_allclose(u, want, rtol=3.1 * 2**-8, atol=1e-6)  # as in test_hyper_enter
     assert np.mean(got[1] == np.asarray(want, jnp.bfloat16)) > 0.999
 
 
-def interpreted(streams, y, post, comb, pre, fn, weight, *, eps):
+def interpreted(streams, y, post, comb, pre, fn, weight, scale, base, *, eps, iterations, mix_eps):
     new, ahead = fused.hyper_leave(streams, y, post, comb, pre, fn, interpret=True)
-    return new, *fused.finish(ahead, weight, streams=streams.shape[1], eps=eps, interpret=True)
+    static = Static(streams.shape[1], iterations, mix_eps)
+    return new, *fused.finish(ahead, weight, scale, base, static=static, eps=eps, interpret=True)
 
 
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
@@ -55,9 +63,7 @@ def interpreted(streams, y, post, comb, pre, fn, weight, *, eps):
 def test_equals_numpy(spec, run):
     inputs = spec.make_inputs(3)
     run = interpreted if run == "fused" else functools.partial(site_to_site, impl="reference")
-    got = run(*inputs, **spec.options)
-    assert got[3].shape == (spec.rows, 3 * spec.coefficients)
-    check(got, inputs, spec.eps)
+    check(run(*inputs, **spec.options), inputs, spec)
 
 
 ON_GPU = pytest.param(functools.partial(site_to_site, impl="fused"), marks=pytest.mark.gpu, id="gpu")
@@ -67,29 +73,41 @@ ON_GPU = pytest.param(functools.partial(site_to_site, impl="fused"), marks=pytes
 def test_a_row_does_not_depend_on_the_rows_beside_it(run):
     spec = BY_NAME["tiny_wide"]
     inputs = spec.make_inputs(4)
-    whole = run(*inputs, **spec.options)
-    part = run(*[x[16:32] if x.shape[0] == spec.rows else x for x in inputs], **spec.options)  # tiles of 16 rows
-    for a, b in zip(part, whole, strict=True):
-        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)[16:32])
+    together = run(*inputs, **spec.options)
+    part = run(*[x[17:40] if x.shape[0] == spec.rows else x for x in inputs], **spec.options)  # in another place of its tile
+    for a, b in zip(part, together, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32)[17:40])
 
 
 def test_falls_back_with_a_reason():
-    arguments = BY_NAME["tiny"].make_inputs(0)[:-1]
+    arguments = BY_NAME["tiny"].make_inputs(0)[:6]
     streams, *rest = arguments
     told = explain(*arguments, arch="sm_90")
     assert told["chosen"] == "reference" and told["fused"].startswith("by name only")
     assert "float32" in explain(streams.astype(jnp.float32), *rest, arch="sm_90")["fused"]
     shape = lambda t, m, h: [jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in (
-        (t, m, h), (t, h), (t, m), (t, m, m), (t, m), (m * (2 + m), m * h))]  # fmt: skip
-    for size, why in (((8, 4, 64), "multiple of 16"), ((16, 3, 64), "2 or 4"), ((16, 4, 48), "multiple of 32")):
+        (t, m, h), (t, h), (t, m), (t, m, m), (t, m), (3 * m * (2 + m), m * h))]  # fmt: skip
+    for size, why in (((16, 3, 64), "2 or 4"), ((16, 4, 48), "multiple of 32")):
         assert why in explain(*shape(*size), arch="sm_90")["fused"]
-    with pytest.raises(ValueError, match=r"expected fn \[8, 192\]"):
+    with pytest.raises(ValueError, match=r"expected fn \[24, 192\]"):
         hyper_leave(*arguments[:-1], arguments[-1][:4])
     got, ahead = hyper_leave(*arguments, impl="reference")
     assert ahead is None
     np.testing.assert_array_equal(got, reference.expand(*arguments[:4]))
     with pytest.raises(ValueError, match="expected pre"):
-        enter_next(got, ahead, arguments[4][:, :1], arguments[5], jnp.ones(96), eps=1e-6)
+        enter_next(got, ahead, arguments[4][:, :1], arguments[5], jnp.ones(96), jnp.ones(3), jnp.ones(8), eps=1e-6,
+                   iterations=2, mix_eps=1e-6)  # fmt: skip
+
+
+def test_parts_are_the_weights_to_the_last_bit():
+    """fp32 precisions multiply by what they are joined to, bf16 streams by the parts themselves."""
+    rng = np.random.default_rng(5)
+    fn = jnp.asarray(rng.standard_normal((8, 192)) * 2.0 ** rng.integers(-80, 80, (8, 192)), jnp.float32)
+    parts = reference.split(fn)
+    np.testing.assert_array_equal(reference.joined(parts), fn)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        streams = jnp.asarray(rng.standard_normal((3, 2, 96)), dtype)
+        np.testing.assert_array_equal(reference.products(streams, parts), reference.products(streams, fn))
 
 
 @pytest.fixture
@@ -180,12 +198,14 @@ def test_compiles_to_tensor_core_products_without_spills(target):
     compiled = deviceless.compile_for(target, "pallas_kernels.hyper_leave.specs:deviceless_case", "verify")
     leave, finish = compiled.matching("hyper_leave"), compiled.matching("hyper_finish")
     assert len(leave.kernels) == len(finish.kernels) == 1 and leave.spill_bytes == finish.spill_bytes == 0
-    assert "mma.sync" in leave.ptx or "tcgen05.mma" in leave.ptx
-    assert "cp.async" in leave.ptx and leave.registers <= 128  # loads run ahead; two programs for a multiprocessor
+    assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in leave.ptx
+    assert deviceless.unfenced_products(leave.ptx) == 0
+    # streams and fn run ahead, 16 bytes a lane; of the streams in registers every value is there once
+    assert leave.ptx.count("cp.async.cg.shared.global") >= 4 * 13 and leave.registers <= 128
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_kernel_equals_numpy_on_the_gpu(spec):
     inputs = spec.make_inputs(5)
-    check(site_to_site(*inputs, **spec.options, impl="fused"), inputs, spec.eps)
+    check(site_to_site(*inputs, **spec.options, impl="fused"), inputs, spec)

@@ -1,5 +1,6 @@
 """hyper_leave: the exit of a site, where it pays with what the entry of the next one reads (spec/model.md section 3)."""
 
+from ..hyper_coefficients.api import Static, hyper_coefficients
 from ..hyper_enter.api import hyper_enter
 from ..registry import Implementation, resolve
 from . import fused, reference
@@ -15,7 +16,8 @@ def _validate(streams, y, post, comb, pre, fn):
     if streams.ndim != 3:
         raise ValueError(f"hyper_leave: expected streams [T, M, H], got {streams.shape}")
     t, m, h = streams.shape
-    expected = {"y": (t, h), "post": (t, m), "comb": (t, m, m), "pre": (t, m), "fn": (m * (2 + m), m * h)}
+    rows = m * (2 + m) * (reference.PARTS if reference.is_split(fn) else 1)
+    expected = {"y": (t, h), "post": (t, m), "comb": (t, m, m), "pre": (t, m), "fn": (rows, m * h)}
     for (name, shape), x in zip(expected.items(), (y, post, comb, pre, fn), strict=True):
         if x.shape != shape:
             raise ValueError(f"hyper_leave: expected {name} {list(shape)}, got {x.shape}")
@@ -27,7 +29,7 @@ def hyper_leave(
     post,  # f32[T, M]
     comb,  # f32[T, M, M]: from stream j to k
     pre,  # f32[T, M], this site's, for the next sublayer
-    fn,  # f32[M * (2 + M), M * H] of the next site
+    fn,  # f32[M * (2 + M), M * H] of the next site, or its three bf16 parts end to end (`reference.split`)
     *,
     impl: str = "auto",
     arch: str | None = None,
@@ -47,25 +49,34 @@ def enter_next(
     streams,  # dtype[T, M, H], which `hyper_leave` returned
     ahead: Ahead | None,  # likewise
     pre,  # f32[T, M], as given to `hyper_leave`
-    fn,  # f32[N, M * H], as given to `hyper_leave`
+    fn,  # f32[N, M * H] or bf16[3 * N, M * H], as given to `hyper_leave`
     weight,  # bf16[H] or f32[H] of the norm
+    scale,  # f32[3] of the coefficients
+    base,  # f32[N] of the coefficients
     *,
     eps: float,
+    iterations: int,
+    mix_eps: float,
     enter_impl: str = "auto",
+    coefficients_impl: str = "auto",
 ):
-    """(u dtype[T, H], r f32[T], products f32[T, n * N]): `hyper_enter` of the streams, and n parts whose sum is
-    streams @ fn^T to fp32 accuracy, the smallest last (`hyper_coefficients` takes r and products).
+    """The entry of the site that reads the streams: `hyper_enter` of them, `hyper_coefficients` of streams @ fn^T.
 
-    enter_impl: the implementation of hyper_enter where nothing is ahead."""
+    eps: of both norms; iterations, mix_eps: of the coefficients. enter_impl, coefficients_impl: implementations of the two
+    where nothing is ahead. Returns (u dtype[T, H], pre f32[T, M], post f32[T, M], comb f32[T, M, M])."""
+    m = streams.shape[1]
     if ahead is not None:
-        return fused.finish(ahead, weight, streams=streams.shape[1], eps=eps)
-    return *hyper_enter(streams, pre, weight, eps=eps, impl=enter_impl), reference.products(streams, fn)
+        return fused.finish(ahead, weight, scale, base, static=Static(m, iterations, mix_eps), eps=eps)
+    u, r = hyper_enter(streams, pre, weight, eps=eps, impl=enter_impl)
+    return u, *hyper_coefficients(reference.products(streams, fn), r, scale, base, streams=m, iterations=iterations,
+                                  eps=mix_eps, impl=coefficients_impl)  # fmt: skip
 
 
-def site_to_site(streams, y, post, comb, pre, fn, weight, *, eps: float, impl: str = "auto", enter_impl: str = "auto"):
-    """(streams dtype[T, M, H], u dtype[T, H], r f32[T], products f32[T, n * N]): `hyper_leave`, then `enter_next`."""
+def site_to_site(streams, y, post, comb, pre, fn, weight, scale, base, *, impl: str = "auto", **entry):
+    """(streams dtype[T, M, H], u dtype[T, H], pre f32[T, M], post f32[T, M], comb f32[T, M, M]): `hyper_leave`, then
+    `enter_next`, which takes `entry`."""
     streams, ahead = hyper_leave(streams, y, post, comb, pre, fn, impl=impl)
-    return streams, *enter_next(streams, ahead, pre, fn, weight, eps=eps, enter_impl=enter_impl)
+    return streams, *enter_next(streams, ahead, pre, fn, weight, scale, base, **entry)
 
 
 def explain(streams, y, post, comb, pre, fn, *, arch: str | None = None) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The exit of a site with the next site's products, Pallas on Triton: the streams are read once and written once.
+"""The exit of a site with all that the next one reads of the streams, Pallas on Triton: two launches from site to site.
 
 Apart, the same is three passes over the new streams: they are written, read by the products with fn, and read by the
 entry of the next site, which squares and collapses them. Here a program owns a tile of rows and a chunk of channels; it
 leaves the collapsed row, and the products and the squares of its chunk as partial sums. `finish` is the rest, a
-launch that reads one stream's worth: the sums over the chunks and the norm.
+launch that reads one stream's worth: the sums over the chunks, the norm and the coefficients.
 """
 
 import functools
@@ -12,19 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .reference import Ahead, split
+from ..codecs import cdiv, round_up
+from ..hyper_coefficients.one_kernel import write_coefficients
+from ..triton_f32 import multiply_add, to_bf16
+from .reference import PARTS, Ahead, is_split, split
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
-ROWS = 32  # of one program: fn is read once for each tile of rows
-CHUNK = 256  # channels of one program: 240 programs in a verify step of H = 5120, two for each multiprocessor
+BY_NAME_ONLY = "since it makes the coefficients too it has not run on a GPU: interpreted and compiled without one"
+ROWS = 64  # of one program: fn is read once for each tile of rows
+CHUNK = 256  # channels of one program: 120 programs in a verify step of H = 5120, one for each multiprocessor
 STEP = 32  # channels at a time
-WARPS, STAGES = 8, 3  # with two stages it takes 168 registers: one program for a multiprocessor
+WARPS, STAGES = 8, 4
 WIDTH = 1024  # channels at a time in `finish`
-
-
-def _rows(t: int) -> int:
-    return ROWS if t % ROWS == 0 else ROWS // 2
 
 
 def _part(h: int, most: int) -> int:
@@ -34,24 +33,24 @@ def _part(h: int, most: int) -> int:
 
 def refuses(streams, y, post, comb, pre, fn):
     """Why the kernel does not take these arguments, or None."""
-    del y, post, comb, pre
-    t, m, h = streams.shape
+    del y, post, comb, pre, fn
+    _, m, h = streams.shape
     if streams.dtype != jnp.bfloat16:
         return f"streams are {streams.dtype}, the kernel is for bfloat16"
     if m not in (2, 4):
         return f"{m} streams, the kernel is for 2 or 4"
-    if t % (ROWS // 2):
-        return f"{t} rows, the kernel wants a multiple of {ROWS // 2}"
     if _part(h, CHUNK) < STEP:
         return f"rows of {h} channels, the kernel wants a multiple of {STEP}"
     return None
 
 
-def _interleaved(values):
-    """M times dtype[R, C] -> dtype[R, C, ...]: the M values of a channel side by side, in order."""
+def _side_by_side(values):
+    """M times dtype[R, C] -> dtype[R, M, C], M a power of two."""
     if len(values) == 1:
-        return values[0]
-    return jnp.stack([_interleaved(values[0::2]), _interleaved(values[1::2])], -1)
+        return values[0][:, None]
+    half = [_side_by_side(values[i::2]) for i in range(2)]
+    joined = jnp.stack(half, -1)  # [R, M / 2, C, 2]: the last axis is the lowest bit of the stream
+    return joined.transpose(0, 1, 3, 2).reshape(joined.shape[0], len(values), -1)
 
 
 def _total(x):
@@ -62,41 +61,81 @@ def _total(x):
     return x
 
 
-def _body(streams, y, post, comb, pre, fn, out, x, partial, *, m: int):
-    """streams, out bf16[R, M, C], y, x bf16[R, C], post, pre f32[R, M], comb f32[R, M * M], fn bf16[N, C * M],
-    partial f32[1, R, P]: column N is the sum of squares."""
+def _rows_of(total: int, rows: int):
+    """(read, write) of a tile of `rows` rows, of which the last of `total` may have less: what is missing reads 0.
+
+    read(ref, *at) and write(ref, value, *at): at are integers and pl.ds, of the axes after the first."""
     from jax.experimental.pallas import triton as plt
 
-    (rows, chunk), n, columns = y.shape, fn.shape[0], partial.shape[-1]
-    p, q = [post[:, k][:, None] for k in range(m)], [pre[:, k][:, None] for k in range(m)]
-    a = [[comb[:, j * m + k][:, None] for k in range(m)] for j in range(m)]
-    coefficient, of_fn = (jax.lax.broadcasted_iota(jnp.int32, (columns, STEP * m), axis) for axis in (0, 1))
+    first = pl.program_id(0) * rows
+
+    def masked(ref, at):
+        ranges = [pl.ds(i, 1) if isinstance(i, int) else i for i in at]
+        shape = rows, *[r.size for r in ranges]
+        row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + first
+        return ref.at[(slice(None), *ranges)], row < total, shape
+
+    def read(ref, *at):
+        if total % rows == 0:
+            return ref[(slice(None), *at)]
+        there, mask, _ = masked(ref, at)
+        return plt.load(there, mask=mask, other=0.0).reshape(rows, *[r.size for r in at if not isinstance(r, int)])
+
+    def write(ref, value, *at):
+        if total % rows == 0:
+            ref[(slice(None), *at)] = value
+        else:
+            there, mask, shape = masked(ref, at)
+            plt.store(there, value.reshape(shape), mask=mask)
+
+    return read, write
+
+
+def _body(streams, y, post, comb, pre, fn, out, x, partial, *, total: int, h: int, interpret: bool):
+    """streams, out bf16[R, M, C], y, x bf16[R, C], post, pre f32[R, M], comb f32[R, M * M], fn bf16[N, M * H],
+    partial f32[1, R, P]: column N is the sum of squares. total: rows of the batch."""
+    from jax.experimental.pallas import triton as plt
+
+    fma, bf16 = (functools.partial(f, interpret=interpret) for f in (multiply_add, to_bf16))
+    (rows, m, chunk), n, columns = streams.shape, fn.shape[0], partial.shape[-1]
+    read, write = _rows_of(total, rows)
+    of_row = lambda ref, k: read(ref, k)[:, None]
+    p, q = [of_row(post, k) for k in range(m)], [of_row(pre, k) for k in range(m)]
+    a = [[of_row(comb, j * m + k) for k in range(m)] for j in range(m)]
+    coefficient, of_fn = (jax.lax.broadcasted_iota(jnp.int32, (columns, m * STEP), axis) for axis in (0, 1))
+    first = pl.program_id(1) * chunk + jax.lax.div(of_fn, STEP) * h + jax.lax.rem(of_fn, STEP)
 
     def step(i, carry):
         products, squares = carry
         at = pl.ds(i * STEP, STEP)
-        s = [streams[:, j, at].astype(jnp.float32) for j in range(m)]
-        own = y[:, at].astype(jnp.float32)
-        weights = plt.load(fn.at[coefficient, i * (STEP * m) + of_fn], mask=coefficient < n, other=0.0)
+        s = [read(streams, j, at).astype(jnp.float32) for j in range(m)]
+        own = read(y, at).astype(jnp.float32)
+        weights = plt.load(fn.at[coefficient, first + i * STEP], mask=coefficient < n, other=0.0)
         collapsed, made = jnp.zeros((rows, STEP), jnp.float32), []
         for k in range(m):
-            mixed = functools.reduce(jnp.add, [a[j][k] * s[j] for j in range(m)])
-            v = (p[k] * own + mixed).astype(jnp.bfloat16)
-            out[:, k, at] = v
+            mixed = a[0][k] * s[0]
+            for j in range(1, m):
+                mixed = fma(a[j][k], s[j], mixed)
+            v = bf16(fma(p[k], own, mixed))
+            write(out, v, k, at)
             f = v.astype(jnp.float32)
-            collapsed += q[k] * f
-            squares += f * f
+            collapsed = fma(q[k], f, collapsed)
+            squares = fma(f, f, squares)
             made.append(v)
-        x[:, at] = collapsed.astype(jnp.bfloat16)
+        write(x, bf16(collapsed), at)
         # one product for all: Triton gives each of several in one loop the same rows in every warp
-        products += jax.lax.dot_general(_interleaved(made).reshape(rows, STEP * m), weights, (((1,), (1,)), ((), ())),
+        products += jax.lax.dot_general(weights, _side_by_side(made).reshape(rows, m * STEP), (((1,), (1,)), ((), ())),
                                         preferred_element_type=jnp.float32)  # fmt: skip
         return products, squares
 
-    start = jnp.zeros((rows, columns), jnp.float32), jnp.zeros((rows, STEP), jnp.float32)
+    start = jnp.zeros((columns, rows), jnp.float32), jnp.zeros((rows, STEP), jnp.float32)
     products, squares = jax.lax.fori_loop(0, chunk // STEP, step, start)
     column = jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    partial[0, :, :] = jnp.where(column == n, _total(squares), products)
+    wanted = column < round_up(n + 1, 8)  # whole vectors; what lies beyond is never read
+    if total % rows:
+        wanted &= jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 0) + pl.program_id(0) * rows < total
+    made = jnp.where(column == n, _total(squares), products.T)
+    plt.store(partial.at[pl.ds(0, 1), :, :], made[None], mask=wanted[None])
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
@@ -105,62 +144,80 @@ def hyper_leave(streams, y, post, comb, pre, fn, *, interpret: bool = False):
     from jax.experimental.pallas import triton as plt
 
     t, m, h = streams.shape
-    parts = split(fn)
-    n, rows, chunk = parts.shape[0], _rows(t), _part(h, CHUNK)
+    parts = fn if is_split(fn) else split(fn)
+    n, chunk = parts.shape[0], _part(h, CHUNK)
     columns = 1 << n.bit_length()  # the products, the squares, and what makes a power of two
-    of_streams = pl.BlockSpec((rows, m, chunk), lambda i, c: (i, 0, c))
-    of_row = pl.BlockSpec((rows, chunk), lambda i, c: (i, c))
-    of_mix = lambda width: pl.BlockSpec((rows, width), lambda i, c: (i, 0))
+    of_streams = pl.BlockSpec((ROWS, m, chunk), lambda i, c: (i, 0, c))
+    of_row = pl.BlockSpec((ROWS, chunk), lambda i, c: (i, c))
+    of_mix = lambda width: pl.BlockSpec((ROWS, width), lambda i, c: (i, 0))
     out, x, partial = pl.pallas_call(
-        functools.partial(_body, m=m),
+        functools.partial(_body, total=t, h=h, interpret=interpret),
         out_shape=(streams, y, jax.ShapeDtypeStruct((h // chunk, t, columns), jnp.float32)),
-        grid=(t // rows, h // chunk),
-        in_specs=[of_streams, of_row, of_mix(m), of_mix(m * m), of_mix(m), pl.BlockSpec((n, chunk * m), lambda i, c: (0, c))],
-        out_specs=(of_streams, of_row, pl.BlockSpec((1, rows, columns), lambda i, c: (c, i, 0))),
+        grid=(cdiv(t, ROWS), h // chunk),
+        in_specs=[of_streams, of_row, of_mix(m), of_mix(m * m), of_mix(m), pl.BlockSpec((n, m * h), lambda i, c: (0, 0))],
+        out_specs=(of_streams, of_row, pl.BlockSpec((1, ROWS, columns), lambda i, c: (c, i, 0))),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         name="hyper_leave",
-    )(streams, y, post, comb.reshape(t, m * m), pre, parts.reshape(n, m, h).swapaxes(1, 2).reshape(n, h * m))
+    )(streams, y, post, comb.reshape(t, m * m), pre, parts)
     return out, Ahead(x, partial)
 
 
-def _finish_body(x, partial, weight, u, r, products, *, m: int, eps: float):
-    """x bf16[1, H], partial f32[chunks, 1, P], weight bf16[H]; u bf16[1, H], r f32[1], products f32[1, N]."""
+def _normalise(x, weight, u, eps: float):
+    """u bf16[1, H]: x bf16[1, H] normalised."""
+    width = _part(x.shape[1], WIDTH)
+    parts = [pl.ds(i, width) for i in range(0, x.shape[1], width)]
+    values = [x[0, at].astype(jnp.float32) for at in parts]
+    squares = jnp.sum(functools.reduce(jnp.add, [v * v for v in values]))
+    factor = jax.lax.rsqrt(squares / x.shape[1] + eps)
+    for v, at in zip(values, parts, strict=True):
+        u[0, at] = (v * factor * weight[at].astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _finish_body(x, partial, weight, scale, base, u, pre, post, comb, *, static, eps: float, interpret: bool):
+    """x bf16[1, H], partial f32[chunks, 1, P], weight bf16[H], scale f32[3], base f32[N]; u bf16[1, H], pre, post f32[1, M],
+    comb f32[1, M * M]. A row has two programs, which do not wait for each other."""
     from jax.experimental.pallas import triton as plt
 
-    (_, h), (chunks, _, columns), n = x.shape, partial.shape, products.shape[1]
-    width = _part(h, WIDTH)
-    grid = 1 << (chunks - 1).bit_length(), columns
-    chunk, column = (jax.lax.broadcasted_iota(jnp.int32, grid, axis) for axis in (0, 1))
-    sums = jnp.sum(plt.load(partial.at[chunk, 0, column], mask=(chunk < chunks) & (column <= n), other=0.0), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (columns,), 0)
-    plt.store(products.at[0, column], sums, mask=column < n)
-    r[0] = jax.lax.rsqrt(jnp.sum(jnp.where(column == n, sums, 0.0)) / (m * h) + eps)
-    kept, squares = [], jnp.zeros(width, jnp.float32)
-    for i in range(h // width):
-        kept.append(x[0, pl.ds(i * width, width)].astype(jnp.float32))
-        squares += kept[-1] * kept[-1]
-    factor = jax.lax.rsqrt(jnp.sum(squares) / h + eps)
-    for i, v in enumerate(kept):
-        part = pl.ds(i * width, width)
-        u[0, part] = (v * factor * weight[part].astype(jnp.float32)).astype(jnp.bfloat16)
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        n = static.width
+        span = 1 << n.bit_length()
+        # the three parts below one another; after N columns, what is not a part's own: of the last one the squares
+        part, i = (jax.lax.broadcasted_iota(jnp.int32, (4, span), axis) for axis in (0, 1))
+        read = lambda c: plt.load(partial.at[jnp.full_like(part, c), 0, part * n + i], mask=part < PARTS, other=0.0)
+        sums = functools.reduce(jnp.add, [read(c) for c in range(partial.shape[0])])
+        alone = lambda x, where: jnp.broadcast_to(jnp.sum(jnp.where(where, x, 0.0)), (1,))
+        squares = alone(sums, (part == PARTS - 1) & (i == n))
+        r = jax.lax.rsqrt(squares / (static.streams * x.shape[1]) + eps)
+        products = jnp.sum(sums, 0)
+        column = jax.lax.broadcasted_iota(jnp.int32, (span,), 0)
+        y = [alone(products, column == k) * r for k in range(n)]
+        write_coefficients(y, scale, base, pre, post, comb, static=static, interpret=interpret)
+
+    @pl.when(pl.program_id(1) == 1)
+    def _():
+        _normalise(x, weight, u, eps)
 
 
-@functools.partial(jax.jit, static_argnames=("streams", "eps", "interpret"))
-def finish(ahead, weight, *, streams: int, eps: float, interpret: bool = False):
-    """See `api.enter_next`; weight bf16[H] or f32[H], streams: M."""
+@functools.partial(jax.jit, static_argnames=("static", "eps", "interpret"))
+def finish(ahead, weight, scale, base, *, static, eps: float, interpret: bool = False):
+    """See `api.enter_next`; weight bf16[H] or f32[H], static: hyper_coefficients.api.Static."""
     from jax.experimental.pallas import triton as plt
 
     x, partial = ahead.x, ahead.partial
-    (t, h), (chunks, _, columns), n = x.shape, partial.shape, 3 * streams * (2 + streams)
-    of_row = lambda width: pl.BlockSpec((1, width), lambda i: (i, 0))
-    return pl.pallas_call(
-        functools.partial(_finish_body, m=streams, eps=eps),
-        out_shape=(x, jax.ShapeDtypeStruct((t,), jnp.float32), jax.ShapeDtypeStruct((t, n), jnp.float32)),
-        grid=(t,),
-        in_specs=[of_row(h), pl.BlockSpec((chunks, 1, columns), lambda i: (0, i, 0)), pl.BlockSpec((h,), lambda i: (0,))],
-        out_specs=(of_row(h), pl.BlockSpec((1,), lambda i: (i,)), of_row(n)),
+    (t, h), (chunks, _, columns), m = x.shape, partial.shape, static.streams
+    of_row = lambda width: pl.BlockSpec((1, width), lambda i, _: (i, 0))
+    whole = lambda size: pl.BlockSpec((size,), lambda i, _: (0,))
+    shape = lambda width: jax.ShapeDtypeStruct((t, width), jnp.float32)
+    u, pre, post, comb = pl.pallas_call(
+        functools.partial(_finish_body, static=static, eps=eps, interpret=interpret),
+        out_shape=(x, shape(m), shape(m), shape(m * m)),
+        grid=(t, 2),
+        in_specs=[of_row(h), pl.BlockSpec((chunks, 1, columns), lambda i, _: (0, i, 0)), whole(h), whole(3), whole(static.width)],
+        out_specs=(of_row(h), of_row(m), of_row(m), of_row(m * m)),
         interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=4),
+        compiler_params=plt.CompilerParams(num_warps=1),
         name="hyper_finish",
-    )(x, partial, weight)
+    )(x, partial, weight, scale, base)
+    return u, pre, post, comb.reshape(t, m, m)

@@ -9,6 +9,8 @@ from .. import codecs
 from ..row_ops import matmul
 from ..row_tiles import in_row_tiles
 
+PARTS = 3  # bf16 numbers of a weight
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Ahead:
     """What the next site needs of the streams, made while they were at hand.
 
     x,        # bf16[T, H]: the streams collapsed with the exit's `pre`
-    partial,  # f32[parts, T, >= N + 1]: partial sums of streams @ fn^T and, in column N, of the squares
+    partial,  # f32[chunks, T, >= 3 * N + 1]: partial sums of streams @ fn^T in its three parts and, in column 3 * N, of the
+              # squares; what lies beyond is not written
     """
 
     x: jax.Array
@@ -49,13 +52,28 @@ def split(fn):
     return jnp.concatenate([top, middle, codecs.rounded(rest - middle.astype(jnp.float32), jnp.bfloat16)])
 
 
+def is_split(fn) -> bool:
+    """Whether fn is held as the three parts that `split` makes."""
+    return fn.dtype == jnp.bfloat16
+
+
+def joined(parts):
+    """bf16[3 * N, I] of `split` -> f32[N, I]: the weights that it was given, to the last bit down to 2**-102 (of what is
+    smaller the last part may be subnormal, which not every processor adds)."""
+    top, middle, bottom = jnp.split(parts.astype(jnp.float32), PARTS)
+    return top + (middle + bottom)
+
+
 def products(
     streams,  # dtype[T, M, H]
-    fn,  # f32[N, M * H], N small
+    fn,  # f32[N, M * H], N small, or bf16[3 * N, M * H] of `split`
 ):
     """f32[T, n * N]: n parts whose sum is streams @ fn^T to fp32 accuracy, the smallest last; three for bf16 streams."""
     x = streams.reshape(streams.shape[0], -1)
-    weight = split(fn) if x.dtype == jnp.bfloat16 else fn
+    if x.dtype == jnp.bfloat16:
+        weight = fn if is_split(fn) else split(fn)
+    else:
+        weight = joined(fn) if is_split(fn) else fn
     return matmul(x, weight, jnp.float32)
 
 
