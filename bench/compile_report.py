@@ -56,6 +56,7 @@ def lower(args, mesh):
     from dsv41_jax.cache import CacheGeometry, PageTables
     from dsv41_jax.model import Network
     from dsv41_jax.expert_order import as_shuffled
+    from dsv41_jax.hyper_parts import as_parts
     from dsv41_jax.params import flat_paths
     from dsv41_jax.precision import RELEASED
     from dsv41_jax.presets import PRESETS
@@ -74,8 +75,10 @@ def lower(args, mesh):
     g = CacheGeometry(args.batch, 1 + args.batch * columns, page_tokens, span=c.dspark_block_size + 1)
     net = Network(c, g, RELEASED, options)
     params, state = global_parameters(c, mesh), abstract_state(c, g, RELEASED, mesh)
+    leaves = as_parts(flat_paths(params))
     if takes_shuffled_experts(options):
-        params = jax.tree.unflatten(jax.tree.structure(params), list(as_shuffled(flat_paths(params)).values()))
+        leaves = as_shuffled(leaves)
+    params = jax.tree.unflatten(jax.tree.structure(params), list(leaves.values()))
     table = np.broadcast_to(np.int32(0), (rows, columns))
     batch = DecodeBatch(np.zeros(rows, np.int32), PageTables.shared(table, c),
                         pack_sampling([None] * rows, [0] * rows, c.eos_token_id))  # fmt: skip

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41_jax import hyper_parts
 from dsv41_jax.cache import CacheGeometry, State, init_state
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.params import Transformer, flat_paths
@@ -150,7 +151,8 @@ def random_parameters(
     """A Transformer of one rank (its config's experts are all local) with every leaf filled on the default device, or one
     over all ranks of a mesh.
 
-    shuffled: routed experts in the order of experts.shuffle_weights, which the Hopper kernel takes."""
+    shuffled: routed experts in the order of experts.shuffle_weights, which the Hopper kernel takes. Sites' weights are in
+    parts where a loaded checkpoint's are (`hyper_parts`)."""
     module = Transformer(c) if mesh is None else global_parameters(c, mesh)
     leaves = flat_paths(module)
     made = []
@@ -167,7 +169,10 @@ def random_parameters(
             kind, arguments = _recipe(path, leaf, _matrix_inputs(path, leaves), c)
         make = _maker(None if mesh is None else leaf.sharding)
         made.append(make(leaf_seed, shape=shape, dtype=dtype, kind=kind, arguments=arguments))
-    return jax.tree.unflatten(jax.tree.structure(module), made)
+    arrays = dict(zip(leaves, made, strict=True))
+    if hyper_parts.wanted(None if mesh is None else mesh.devices.flat[0]):
+        hyper_parts.to_parts(arrays)
+    return jax.tree.unflatten(jax.tree.structure(module), list(arrays.values()))
 
 
 def random_state(c: ModelConfig, g: CacheGeometry, context: int, seed: int = 0, sharding=None) -> State:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41_jax import expert_order as order
+from dsv41_jax import hyper_parts
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
 from dsv41_jax.json_files import read_json
@@ -47,6 +48,7 @@ def load(
     rank: int = 0,
     device=None,
     expert_order: str = "auto",
+    split_sites: bool | None = None,
     progress: bool = True,
 ) -> Transformer:
     """The parameters of one rank, as arrays on `device`.
@@ -55,6 +57,7 @@ def load(
     gets experts [rank*E/ranks, (rank+1)*E/ranks) and engram rows [rank*ceil(n/ranks), ...), zero-padded at the end.
     device: a jax.Device or Sharding; None is the default device. progress: a bar on stderr.
     expert_order: "checkpoint", "shuffled" as the Hopper kernel reads them, or "auto": what the device's kernel reads.
+    split_sites: whether fn of the hyper-connections comes in bf16 parts (`hyper_parts`); None: on a GPU.
     Raises CheckpointError with every missing, unexpected, wrongly shaped or wrongly typed tensor and every unreadable
     file, before any device allocation; ConfigError for an impossible config; ValueError for bad ranks.
     """
@@ -64,6 +67,8 @@ def load(
     arrays = _read_leaves(c, flat_paths(placeholders), files, token_map, ranks, rank, devices, progress)
     if shuffled:
         order.warn_of(order.shuffle([arrays]))
+    if hyper_parts.wanted(device) if split_sites is None else split_sites:
+        hyper_parts.to_parts(arrays)
     return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
 
 
@@ -84,7 +89,7 @@ def reload(
     """
     c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
     live, stored = flat_paths(params), flat_paths(placeholders)
-    new = order.as_held(stored, live)
+    new = hyper_parts.as_held(order.as_held(stored, live), live)
     problems = [f"{path}: not a parameter of the live model" for path in new if path not in live]
     problems += [f"{path}: the live model has it, the checkpoint does not" for path in live if path not in new]
     problems += [
@@ -100,6 +105,7 @@ def reload(
     stayed = order.shuffle([arrays], order.shuffled_stems(live))
     if stayed:
         raise CheckpointError(folder, [f"{stem}: scales do not fit the live experts' order" for stem in stayed])
+    hyper_parts.to_parts(arrays, hyper_parts.held(live))
     return jax.tree.unflatten(jax.tree.structure(placeholders), list(arrays.values()))
 
 
@@ -126,6 +132,8 @@ def load_ranks(
         out.append(_read_leaves(c, wanted, files, token_map, ranks, rank, dict.fromkeys(wanted, device), progress))
     if shuffled:
         order.warn_of(order.shuffle(out))
+    if hyper_parts.wanted(devices[0]):
+        hyper_parts.to_parts(out[0])  # all ranks hold the same: rank 0 has it
     return c, out
 
 

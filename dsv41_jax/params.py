@@ -32,7 +32,8 @@ class Fp8Linear(nnx.Module):
 
 
 class HyperSite(nnx.Module):
-    """mHC coefficients of one sublayer: fn f32[2M + M*M, M*H], base f32[2M + M*M], scale f32[3]; M = 4 streams."""
+    """mHC coefficients of one sublayer: fn f32[2M + M*M, M*H], on a GPU in three bf16 parts end to end (`hyper_parts`),
+    base f32[2M + M*M], scale f32[3]; M = 4 streams."""
 
     def __init__(self, c: ModelConfig):
         n = 2 * c.hc_mult + c.hc_mult**2

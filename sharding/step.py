@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv41_jax.expert_order import as_held
+from dsv41_jax import expert_order, hyper_parts
 from dsv41_jax.model import Network
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.sampling import SamplingBatch
@@ -91,7 +91,7 @@ def _check_parameters(params: Transformer, expected: Transformer) -> None:
     if list(got) != list(want):
         odd = sorted(set(got) ^ set(want))
         raise ValueError(f"params: expected the parameters of this network, these differ: {odd[:5]}")
-    for path, w in as_held(want, got).items():
+    for path, w in hyper_parts.as_held(expert_order.as_held(want, got), got).items():
         g = got[path]
         if (g.shape, g.dtype) != (w.shape, w.dtype):
             raise ValueError(f"params: {path} expected {w.dtype}{list(w.shape)} over all ranks, got {g.dtype}{list(g.shape)}")
