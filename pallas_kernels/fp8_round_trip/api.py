@@ -41,20 +41,20 @@ def fp8_round_trip(
 
 def quantise(
     x,  # bf16|f32[T, I], finite
-    rows=None,  # i32[R], rows of x, each 0..T-1
+    count=None,  # i32[], rows in use; None = all
     *,
     impl: str = "auto",
     arch: str | None = None,
 ):
-    """(e4m3 codes u8[T, I], e8m0 scales u8[T, I/32]): the bytes of `codecs.quantize_fp8(x)`; with `rows` those of
-    x[rows], [R, ...]. The same bits everywhere.
+    """(e4m3 codes u8[T, I], e8m0 scales u8[T, I/32]): the bytes of `codecs.quantize_fp8(x)`, the same everywhere; rows
+    from `count` on hold anything.
 
     Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md section 4."""
     _validate(x)
-    if rows is not None and (rows.ndim != 1 or rows.dtype != jnp.int32):
-        raise ValueError(f"quantise: expected rows i32 [R], got {rows.dtype} {rows.shape}")
-    chosen, _ = resolve("quantise", QUANTISERS, impl, arch, x, rows)
-    return chosen.run(x, rows)
+    if count is not None and (count.ndim or count.dtype != jnp.int32):
+        raise ValueError(f"quantise: expected count i32 [], got {count.dtype} {count.shape}")
+    chosen, _ = resolve("quantise", QUANTISERS, impl, arch, x, count)
+    return chosen.run(x, count)
 
 
 def explain(x, *, arch: str | None = None) -> dict[str, str]:

@@ -39,27 +39,10 @@ class RoundTripSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantiseSpec(RoundTripSpec):
-    """chosen: rows to take, any of x's; 0 = all as they lie."""
-
-    chosen: int = 0
-
     @property
     def bytes(self) -> int:
-        """Every value of x read once; a code for each that is taken, a scale for 32 of them, the row ids."""
-        taken = self.chosen or self.rows
-        return 2 * self.rows * self.channels + taken * (self.channels + self.channels // 32) + 4 * self.chosen
-
-    @property
-    def flops(self) -> int:
-        return 4 * (self.chosen or self.rows) * self.channels
-
-    def make_inputs(self, seed: int):
-        """(x bf16[T, I],) or (x, rows i32[R]): every row about as often."""
-        (x,) = super().make_inputs(seed)
-        if not self.chosen:
-            return (x,)
-        rows = np.sort(np.random.default_rng(seed).permutation(np.arange(self.chosen) % self.rows))
-        return x, jnp.asarray(rows, jnp.int32)
+        """Every value read once; a code written for each and a scale for 32 of them."""
+        return self.rows * (3 * self.channels + self.channels // 32)
 
 
 SPECS = (
@@ -70,11 +53,9 @@ SPECS = (
 )
 QUANTISE_SPECS = (
     QuantiseSpec("quantise_tiny", 3, 96),
-    QuantiseSpec("quantise_tiny_chosen", 3, 96, 8),
     QuantiseSpec("quantise_front", 384, 5120),
     QuantiseSpec("quantise_wo_b", 384, 8192),
-    QuantiseSpec("quantise_experts", 384, 5120, 2720),  # 384 rows on six of 96 experts each, gaps and a tile behind them
-    QuantiseSpec("quantise_experts_down", 2720, 2304),
+    QuantiseSpec("quantise_experts_down", 2720, 2304),  # 384 rows on six of 96 experts each, gaps, a tile
 )
 BY_NAME = {s.name: s for s in SPECS + QUANTISE_SPECS}
 
