@@ -13,8 +13,10 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Experts, MoE
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs, registry
-from pallas_kernels.experts.api import experts
+from pallas_kernels.experts.api import experts_parts
 from pallas_kernels.router.api import fake_balance, router
+
+NOTHING_BESIDE = (lambda: None, lambda _: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +28,16 @@ class LocalExchange:
 
     ranks: int = 1
 
-    def run_experts(self, x, ids, weights, params: Experts, run):
-        """f32[T, H]: `run(x, ids, weights, params, first_expert)` over all rows and all ranks, summed in id order."""
-        return run(x, ids, weights, params, 0)
+    def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
+        """(f32[T, H], second(first())): `run` over all rows and all ranks, summed in id order; and what is beside it.
+
+        run: (x, ids, weights, params, first_expert, parts=1, spare_sms=0) -> what these experts add to the rows, as
+        `parts` arrays f32[T, H/parts] of consecutive columns (`experts_parts`).
+        beside: (first, second), work that needs nothing of other ranks: `first()` for the time in which rows travel,
+        `second(its result)` for that in which contributions travel.
+        """
+        first, second = beside
+        return run(x, ids, weights, params, 0)[0], second(first())
 
     def lookup(self, table, scale, rows, dtype):
         """dtype[T, n*D]: dequantised rows of a (possibly sharded) engram table; rows i32[T, n] are global."""
@@ -48,11 +57,11 @@ def swiglu(
     return jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(v, -limit, limit)
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "precision", "impl", "plan_impl", "arch"))
-def _experts(x, ids, weights, w13, s13, w2, s2, first, *, limit, precision, impl, plan_impl, arch):
-    """`experts` traced and lowered once for all layers of one shape: a kernel's own lowering takes most of a second."""
-    return experts(x, ids, weights, w13, s13, w2, s2, swiglu_limit=limit, first_expert=first, precision=precision,
-                   impl=impl, plan_impl=plan_impl, arch=arch)  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("parts", "spare_sms", "limit", "precision", "impl", "plan_impl", "arch"))
+def _experts(x, ids, weights, w13, s13, w2, s2, first, *, parts, spare_sms, limit, precision, impl, plan_impl, arch):
+    """`experts_parts` traced and lowered once for all layers of one shape: a kernel's lowering takes most of a second."""
+    return experts_parts(x, ids, weights, w13, s13, w2, s2, parts=parts, spare_sms=spare_sms, swiglu_limit=limit,
+                         first_expert=first, precision=precision, impl=impl, plan_impl=plan_impl, arch=arch)  # fmt: skip
 
 
 def moe(
@@ -76,14 +85,19 @@ def moe(
     if taps is not None:
         taps[f"gate_indices_{name}"], taps[f"gate_weights_{name}"] = ids, weights
 
-    def run(x, ids, weights, e: Experts, first):
-        return _experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], first, limit=c.swiglu_limit,
-                        precision=p.name, impl=options.impl("experts"), plan_impl=options.impl("expert_plan"),
-                        arch=registry.current_arch())  # fmt: skip
+    def run(x, ids, weights, e: Experts, first, parts=1, spare_sms=0):
+        return _experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], first, parts=parts,
+                        spare_sms=spare_sms, limit=c.swiglu_limit, precision=p.name, impl=options.impl("experts"),
+                        plan_impl=options.impl("expert_plan"), arch=registry.current_arch())  # fmt: skip
+
+    @jax.named_scope("shared_expert")
+    def shared_up():
+        return codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p, options), c.swiglu_limit), x.dtype)
+
+    @jax.named_scope("shared_expert")
+    def shared_down(hidden):
+        return fp8_linear(hidden, params.shared_w2, p, options)
 
     with jax.named_scope("experts"):
-        routed = exchange.run_experts(x, ids, weights, params.experts, run)
-    with jax.named_scope("shared_expert"):
-        hidden = codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p, options), c.swiglu_limit), x.dtype)
-        shared = fp8_linear(hidden, params.shared_w2, p, options)
+        routed, shared = exchange.run_experts(x, ids, weights, params.experts, run, (shared_up, shared_down))
     return codecs.rounded(routed + shared.astype(jnp.float32), x.dtype)

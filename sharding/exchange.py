@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv41_jax.engram import lookup
+from dsv41_jax.moe import NOTHING_BESIDE
 from dsv41_jax.params import Experts
 from pallas_kernels import codecs
 from sharding.mesh import RANKS
@@ -86,15 +87,48 @@ def _ordered_sum(
     return total
 
 
+def _in_turn(send, parts):
+    """[send(part), ...], each part on its way once the one before has arrived. Without that XLA's scheduler may take a
+    later part to be the earlier transfer, or put two transfers into one, and leave all of them for the end."""
+    arrived = [send(parts[0])]
+    for part in parts[1:]:
+        arrived[-1], part = jax.lax.optimization_barrier((arrived[-1], part))
+        arrived.append(send(part))
+    return arrived
+
+
+def _contributions(exchange, rows, unpack, params, run, beside):
+    """(`run`'s parts of `unpack(rows)`, what `beside` gives), ordered for overlap: the rows are not read before the first
+    half of `beside` is done, its second half does not begin before the last part is computed.
+
+    Left to itself XLA's scheduler guesses what the kernels cost, and puts neither half beside the transfer."""
+    first, second = beside
+    rows, halfway = jax.lax.optimization_barrier((rows, first()))
+    *parts, last = run(*unpack(rows), params, exchange.first_expert(params), exchange.parts, exchange.spare_sms)
+    last, halfway = jax.lax.optimization_barrier((last, halfway))
+    return (*parts, last), second(halfway)
+
+
 # exchanges -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sharded:
-    """What the exchanges share. ranks: size of the mesh axis. axis: its name."""
+    """What the exchanges share.
+
+    ranks: size of the mesh axis. axis: its name. parts: into how many parts the columns of the contributions are cut; a
+    part goes home while the experts' second product of the next part is computed. spare_sms: multiprocessors that the
+    product leaves to that transfer (`experts_parts`). Raises ValueError for parts < 1 or spare_sms < 0.
+    """
 
     ranks: int
     axis: str = RANKS
+    parts: int = 1
+    spare_sms: int = 8
+
+    def __post_init__(self):
+        if self.parts < 1 or self.spare_sms < 0:
+            raise ValueError(f"exchange: expected parts >= 1 and spare_sms >= 0, got {self.parts} and {self.spare_sms}")
 
     def rank(self):
         """i32[]: this rank."""
@@ -128,7 +162,7 @@ class _Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class GatherExchange(_Sharded):
-    """All rows to all ranks, local experts on all of them, contributions back to the home rank.
+    """All rows to all ranks, local experts on all of them, contributions back to the home rank, a part after the other.
 
     With top-6 over four ranks a row needs 3.29 of 4 ranks on average, so this moves little more than an ideal dispatch,
     with static shapes and nothing ever dropped.
@@ -140,17 +174,23 @@ class GatherExchange(_Sharded):
     combine: str = "ordered"
 
     def __post_init__(self):
+        super().__post_init__()
         if self.combine not in COMBINES:
             raise ValueError(f"exchange: combine expected one of {COMBINES}, got {self.combine!r}")
 
-    def run_experts(self, x, ids, weights, params: Experts, run):
-        """f32[T, H]: the routed sum of this rank's rows over the experts of all ranks (LocalExchange.run_experts)."""
-        t, h = x.shape
+    def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
+        """(f32[T, H], ...): the routed sum of this rank's rows over the experts of all ranks; what is beside it
+        (`LocalExchange.run_experts`)."""
         rows = jax.lax.all_gather(pack_rows(x, ids, weights), self.axis, tiled=True)
-        partial = run(*unpack_rows(rows, h, ids.shape[1], x.dtype), params, self.first_expert(params))  # f32[R*T, H]
+        unpack = lambda rows: unpack_rows(rows, x.shape[1], ids.shape[1], x.dtype)
+        parts, done = _contributions(self, rows, unpack, params, run, beside)
         if self.combine == "reduce_scatter":
-            return jax.lax.psum_scatter(partial, self.axis, tiled=True)
-        return _ordered_sum(jax.lax.all_to_all(partial.reshape(self.ranks, t, h), self.axis, 0, 0))
+            home = _in_turn(lambda part: jax.lax.psum_scatter(part, self.axis, tiled=True), parts)
+        else:
+            by_rank = lambda part: part.reshape(self.ranks, x.shape[0], -1)
+            home = _in_turn(lambda part: jax.lax.all_to_all(by_rank(part), self.axis, 0, 0), parts)
+            home = [_ordered_sum(part) for part in home]
+        return jnp.concatenate(home, 1), done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +204,9 @@ class AllToAllExchange(_Sharded):
 
     ragged: bool = False
 
-    def run_experts(self, x, ids, weights, params: Experts, run):
-        """f32[T, H]: the routed sum of this rank's rows over the experts of all ranks (LocalExchange.run_experts)."""
+    def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
+        """(f32[T, H], ...): the routed sum of this rank's rows over the experts of all ranks; what is beside it
+        (`LocalExchange.run_experts`)."""
         t, h = x.shape
         k = ids.shape[1]
         owner = ids // params.w13[...].shape[0]
@@ -179,10 +220,18 @@ class AllToAllExchange(_Sharded):
         packed = jnp.concatenate([pack_rows(x, ids, weights), blank])
         received = jax.lax.all_to_all(counts, self.axis, 0, 0, tiled=True) if self.ragged else None
         arrived = self._move(packed[source], counts, received, blank[0])
-        partial = run(*unpack_rows(arrived.reshape(self.ranks * t, -1), h, k, x.dtype), params, self.first_expert(params))
-        back = self._move(partial.reshape(self.ranks, t, h), received, counts, jnp.zeros((h,), jnp.float32))
-        mine = jnp.take_along_axis(back, jnp.maximum(place, 0)[..., None], 1)
-        return _ordered_sum(jnp.where(needs[..., None], mine, 0))
+        unpack = lambda rows: unpack_rows(rows.reshape(self.ranks * t, -1), h, k, x.dtype)
+        parts, done = _contributions(self, arrived, unpack, params, run, beside)
+
+        def send(part):
+            part = part.reshape(self.ranks, t, -1)
+            return self._move(part, received, counts, jnp.zeros(part.shape[2:], part.dtype))
+
+        def arranged(part):
+            mine = jnp.take_along_axis(part, jnp.maximum(place, 0)[..., None], 1)
+            return _ordered_sum(jnp.where(needs[..., None], mine, 0))
+
+        return jnp.concatenate([arranged(part) for part in _in_turn(send, parts)], 1), done
 
     def _move(self, buffers, send, receive, fill):
         """dtype[R, T, n]: buffers[d] to rank d; result[s] = what rank s sent here. Only the first send[d] rows count.
@@ -209,14 +258,16 @@ class BlockedExchange:
     blocks: int
     ranks = 1
 
-    def run_experts(self, x, ids, weights, params: Experts, run):
-        """f32[T, H]: contributions of consecutive blocks of experts, added in block order."""
+    def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
+        """(f32[T, H], ...): contributions of consecutive blocks of experts, added in block order; what is beside it."""
         experts = params.w13[...].shape[0]
         if experts % self.blocks:
             raise ValueError(f"exchange: blocks expected a divisor of {experts} experts, got {self.blocks}")
         n = experts // self.blocks
         block = lambda i: jax.tree.map(lambda a: a[i * n : (i + 1) * n], params)
-        return _ordered_sum(jnp.stack([run(x, ids, weights, block(i), i * n) for i in range(self.blocks)]))
+        first, second = beside
+        routed = _ordered_sum(jnp.stack([run(x, ids, weights, block(i), i * n)[0] for i in range(self.blocks)]))
+        return routed, second(first())
 
     def lookup(self, table, scale, rows, dtype):
         return lookup(table, scale, rows, dtype)

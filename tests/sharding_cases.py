@@ -1,6 +1,7 @@
 """The cases of tests/test_sharding.py: pytest functions that need four CPU devices, run by it in a process of their own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from dsv41_jax.precision import FLOAT32, RELEASED
 from dsv41_jax.presets import TINY
 from dsv41_jax.sampling import SamplingParams, pack_sampling
 from dsv41_jax.step import DecodeBatch, PrefillBatch, Steps
-from pallas_kernels.experts.api import experts
+from pallas_kernels.experts.api import experts_parts
 from sharding import load as sharded_load
 from sharding import rules
 from sharding.exchange import AllToAllExchange, BlockedExchange, GatherExchange, pack_rows, unpack_rows
@@ -32,8 +33,11 @@ from sharding.step import ShardedSteps, of_rank, stack_ranks
 
 R = 4
 SPAN, PAGES, PAGE_TOKENS = 16, 6, 16  # per rank
-EXCHANGES = {"gather": GatherExchange(R), "reduce_scatter": GatherExchange(R, combine="reduce_scatter"),
-             "all_to_all": AllToAllExchange(R)}  # fmt: skip
+EXCHANGES = {
+    "gather": GatherExchange(R), "gather in 2 parts": GatherExchange(R, parts=2),
+    "gather in 4 parts": GatherExchange(R, parts=4), "reduce_scatter": GatherExchange(R, combine="reduce_scatter", parts=2),
+    "all_to_all": AllToAllExchange(R), "all_to_all in 2 parts": AllToAllExchange(R, parts=2),
+}  # fmt: skip
 # every layer class once, and one draft stage
 SMALL = dataclasses.replace(
     TINY, num_hidden_layers=5, compress_ratios=(0, 2, 1, 1, 1, 0), kv_source_layer_ids=(1, 2), index_source_layer_ids=(1, 2, 3),
@@ -179,7 +183,7 @@ def biased(params, rank: int):
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-@pytest.mark.parametrize("name", ["gather", "all_to_all"])
+@pytest.mark.parametrize("name", ["gather in 2 parts", "all_to_all"])
 def test_random_steps(mesh, small, name):
     """Prefill and decode equal one device that adds in the same order, with balanced routing, with every row on one rank,
     and with other weights, all from the same executables.
@@ -231,18 +235,28 @@ def expert_params(seed):
     return jax.tree.map(draw, module)
 
 
-def run_exchange(mesh, exchange, params, x, ids, weights):
-    """f32[R*T, H]: run_experts on four ranks, or on one device for an exchange of one rank."""
-    def call(x, ids, weights, params):
-        run = lambda x, ids, weights, e, first: experts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...],
-                                                        first_expert=first, precision=precision)  # fmt: skip
-        return exchange.run_experts(x, ids, weights, params, run)
+@functools.cache
+def compiled_exchange(mesh, exchange, precision):
+    """run_experts on four ranks, or on one device for an exchange of one rank, and what it runs beside; jitted."""
+    def run(x, ids, weights, e, first, parts=1, spare_sms=0):
+        return experts_parts(x, ids, weights, e.w13[...], e.s13[...], e.w2[...], e.s2[...], first_expert=first,
+                             precision=precision, parts=parts, spare_sms=spare_sms)  # fmt: skip
 
-    precision = "released" if x.dtype == jnp.bfloat16 else "float32"
+    def call(x, ids, weights, params):
+        return exchange.run_experts(x, ids, weights, params, run, (lambda: x + 1, lambda y: 2 * y))
+
     if exchange.ranks > 1:
         spec = jax.sharding.PartitionSpec(RANKS)
         call = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return np.asarray(jax.jit(call)(x, ids, weights, params))
+    return jax.jit(call)
+
+
+def run_exchange(mesh, exchange, params, x, ids, weights):
+    """f32[R*T, H]: run_experts on four ranks, or on one device for an exchange of one rank."""
+    precision = "released" if x.dtype == jnp.bfloat16 else "float32"
+    routed, beside = compiled_exchange(mesh, exchange, precision)(x, ids, weights, params)
+    np.testing.assert_array_equal(np.asarray(beside, np.float32), np.asarray(2 * (x + 1), np.float32))
+    return np.asarray(routed)
 
 
 def routing(kind: str, rng):
@@ -264,7 +278,7 @@ def test_exchanges_add_in_one_order(mesh, dtype):
         ids, weights = routing(kind, rng), rng.random((R * T, K)).astype(np.float32)
         want = run_exchange(mesh, BlockedExchange(R), params, x, ids, weights)
         assert np.abs(want).max() > 0
-        for name in ("gather", "all_to_all"):
+        for name in set(EXCHANGES) - {"reduce_scatter"}:
             got = run_exchange(mesh, EXCHANGES[name], params, x, ids, weights)
             np.testing.assert_array_equal(bits(want), bits(got), err_msg=f"{kind} {name}")
         # another order, the same terms
@@ -379,6 +393,8 @@ def test_errors_of_steps(mesh):
         ShardedSteps(net, params, mesh, exchange=GatherExchange(2))
     with pytest.raises(ValueError, match="expected one for 4 ranks"):
         ShardedSteps(net, params, mesh, exchange=BlockedExchange(4))
+    with pytest.raises(ValueError, match="parts >= 1 and spare_sms >= 0, got 0 and 8"):
+        GatherExchange(4, parts=0)
     with pytest.raises(ValueError, match=r"draft.confidence expected P\(\) over .*4"):
         ShardedSteps(net, rules.global_parameters(c, make_mesh(2)), mesh)
     with pytest.raises(ValueError, match=r"engram.table expected float8_e4m3fn\[1172, 32\] over all ranks"):

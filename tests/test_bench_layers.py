@@ -18,6 +18,8 @@ SCOPES = {
     "f": "jit(bound)/lm_head/dot_general",
     "g": "jit(bound)/draft_propose/lm_head/dot_general",
     "h": "",
+    "i": f"{NAME}1_REUSE/experts/shared_expert/dot_general",
+    "j": "jit(bound)/draft_propose/draft_stage2/experts/shared_expert/dot_general",
 }
 
 
@@ -28,7 +30,8 @@ def events(*rows):
 @pytest.mark.parametrize(
     ("op", "part"),
     [("a", "attention: qb"), ("b", "attention: sparse_attention"), ("d", "experts"), ("e", "draft experts"),
-     ("f", "lm_head"), ("g", "draft lm_head"), ("h", "unattributed")],
+     ("f", "lm_head"), ("g", "draft lm_head"), ("h", "unattributed"), ("i", "shared expert"),
+     ("j", "draft, the rest")],
 )  # fmt: skip
 def test_scopes_belong_to_parts(op, part):
     assert layers.part_of(SCOPES[op]) == part

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import experts, explain
-from pallas_kernels.experts.specs import SPECS, TINY
+from pallas_kernels.experts import experts, experts_parts, explain, layout
+from pallas_kernels.experts.specs import SPECS, TINY, ExpertsSpec
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
@@ -104,6 +104,18 @@ def test_slot_order_does_not_change_bits():
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.parametrize("precision", ["released", "float32_cache", "float32"])
+def test_parts_are_the_columns_bit_for_bit(precision):
+    spec = TINY[3]
+    arrays = spec.make_inputs(7)
+    options = dict(first_expert=spec.first, precision=precision)
+    whole = np.asarray(experts(*arrays, **options))
+    for parts in (1, 2, 4):
+        got = experts_parts(*arrays, parts=parts, **options)
+        assert [y.shape for y in got] == [(spec.rows, spec.hidden // parts)] * parts
+        np.testing.assert_array_equal(np.concatenate(got, 1), whole)
+
+
 def test_reloading_weights_changes_the_output_without_recompiling():
     spec = TINY[0]
     f = jax.jit(lambda *a: experts(*a, impl="reference"))
@@ -135,4 +147,14 @@ def test_errors_name_the_shapes():
         experts(*arrays, precision="bf16")
     with pytest.raises(ValueError, match="impl expected one of"):
         experts(*arrays, impl="nonesuch")
+    with pytest.raises(ValueError, match="parts >= 1 that divide H = 128, got 3"):
+        experts_parts(*arrays, parts=3)
+    with pytest.raises(ValueError, match="spare_sms >= 0, got -1"):
+        experts_parts(*arrays, parts=2, spare_sms=-1)
+    with pytest.raises(ValueError, match=r"H / parts expected a multiple of 128, got 128 / 2"):
+        experts_parts(*ExpertsSpec("cut", 2, 128, 128, 2, 1).make_inputs(0), parts=2, impl="blackwell")
+    shuffled = [jnp.zeros(shape, jnp.int32) for shape in layout.shuffled_shapes(16, 256, 256).values()]
+    x, *routing = ExpertsSpec("cut", 6, 256, 256, 16, 3).make_inputs(0)[:3]
+    with pytest.raises(ValueError, match=r"H / parts expected a multiple of 64, got 256 / 8"):
+        experts_parts(x, *routing, *shuffled, parts=8, impl="hopper")
     assert explain(*arrays, arch="cpu")["chosen"] == "reference"

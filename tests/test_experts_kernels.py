@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import experts, shuffle_weights
+from bench import hlo_report
+from pallas_kernels.experts import experts, experts_parts, shuffle_weights
 from pallas_kernels.experts.specs import ExpertsSpec
 from tests import deviceless, triton_interpreter
 
@@ -46,8 +47,10 @@ def interpreted():
     dirty = few["x"].copy()
     dirty[1] = np.nan
     cases["dirty"] = few | dict(x=dirty), {}
-    outputs = triton_interpreter.run([("pallas_kernels.experts.blackwell:experts", *case) for case in cases.values()])
-    return dict(zip(cases, outputs, strict=True))
+    calls = [("pallas_kernels.experts.blackwell:experts", *case) for case in cases.values()]
+    cases["two_parts"] = arrays["tiny_one_row"], dict(parts=2)
+    calls.append(("pallas_kernels.experts.blackwell:experts_parts", *cases["two_parts"]))
+    return dict(zip(cases, triton_interpreter.run(calls), strict=True))
 
 
 @needs_triton
@@ -67,6 +70,12 @@ def test_interpreted_rows_do_not_depend_on_the_batch(interpreted):
     rest = np.arange(3) != 1
     np.testing.assert_array_equal(interpreted["dirty"][rest], whole[rest])
     np.testing.assert_array_equal(interpreted["none_here"], np.zeros_like(whole))
+
+
+@needs_triton
+def test_interpreted_parts_are_the_columns(interpreted):
+    low, high = interpreted["two_parts"]
+    np.testing.assert_array_equal(np.concatenate([low, high], 1), interpreted["tiny_one_row"])
 
 
 def implementations():
@@ -107,6 +116,20 @@ def test_the_plan_of_one_launch_changes_no_bit(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+def test_parts_are_the_columns_bit_for_bit(spec):
+    arrays = spec.make_inputs(24)
+    for impl in implementations():
+        run, args = call(impl, spec, arrays)
+        whole = np.asarray(run(*args))
+        for parts in (1, 2, 4):
+            cut = functools.partial(experts_parts, parts=parts, spare_sms=8, first_expert=spec.first, impl=impl)
+            got = [np.asarray(y) for y in jax.jit(cut)(*args)]
+            assert [y.shape for y in got] == [(spec.rows, spec.hidden // parts)] * parts
+            np.testing.assert_array_equal(np.concatenate(got, 1), whole, err_msg=f"{impl} in {parts}")
+
+
+@pytest.mark.gpu
 def test_rows_do_not_depend_on_the_batch():
     spec = SMALL[0]
     x, ids, weights, *tensors = spec.make_inputs(5)
@@ -133,16 +156,26 @@ def test_poison_stays_in_its_row_and_reload_needs_no_compile():
         assert run._cache_size() == 1
 
 
+def assert_weights_are_only_read(hlo):
+    """No instruction makes an array as large as a part of w2: a part of the product reads w2 where it lies."""
+    entry, computations = hlo_report.computations(hlo)
+    weights = [op for op in computations[entry] if op.opcode == "parameter" and max(op.sizes) > 100e6]
+    made = [op for op in computations[entry] if op.opcode not in ("parameter", "bitcast", "tuple", "get-tuple-element")]
+    assert len(weights) == 2 and max(max(op.sizes, default=0) for op in made) < 100e6
+
+
 needs_compiler = pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 
 
 @pytest.mark.deviceless
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name,rows", [("verify_balanced", 32), ("one_row", 8), ("prefill", 64)])
-def test_hopper_kernel_compiles_to_register_wgmma_without_spills(name, rows):
-    got = deviceless.compile_for("sm_90a", FACTORY, f"{name}:hopper").matching("experts_")
-    assert len(got.kernels) == 4 and got.spill_bytes == 0, got.kernels  # two products, two quantisers
+@pytest.mark.parametrize("name,rows,parts", [("verify_balanced", 32, 4), ("one_row", 8, 1), ("prefill", 64, 2)])
+def test_hopper_kernel_compiles_to_register_wgmma_without_spills(name, rows, parts):
+    compiled = deviceless.compile_for("sm_90a", FACTORY, f"{name}:hopper:{parts}")
+    got = compiled.matching("experts_")
+    assert len(got.kernels) == 3 + parts and got.spill_bytes == 0, got.kernels  # two quantisers, products of both kinds
+    assert_weights_are_only_read(compiled.hlo)
     assert f"wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.e4m3.e4m3" in got.ptx
     assert "prmt.b32" in got.ptx and "cp.async.bulk.tensor" in got.ptx
 
@@ -154,9 +187,10 @@ def test_blackwell_kernel_compiles_to_block_scaled_tensor_cores(target):
     # not importorskip: jax_triton imports only beside a CUDA plugin, which the compiling process has and this one has not
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("jax-triton is not installed")
-    compiled = deviceless.compile_for(target, FACTORY, "verify_balanced:blackwell")
+    compiled = deviceless.compile_for(target, FACTORY, "verify_balanced:blackwell:2")
     assert len(compiled.matching("fp8_quantise").kernels) == 2 and compiled.spill_bytes == 0
+    assert_weights_are_only_read(compiled.hlo)
     got = compiled.matching("experts_")
-    assert len(got.kernels) == 2
+    assert len(got.kernels) == 3  # the second product in two parts
     assert "tcgen05.mma" in got.ptx and "mxf8f6f4.block_scale" in got.ptx
     assert deviceless.unfenced_products(got.ptx) == 0

@@ -7,23 +7,27 @@ from . import blackwell, hopper, layout, reference
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
-def _reference(x, ids, weights, w13, s13, w2, s2, *, experts_total=None, plan_impl="auto", **kwargs):
+
+def _reference(
+    x, ids, weights, w13, s13, w2, s2, *, parts, spare_sms=0, experts_total=None, plan_impl="auto", **kwargs
+):  # fmt: skip
     """The definition; undoes the shuffled order first (packed bytes, nothing is dequantised ahead)."""
-    del experts_total, plan_impl
+    del spare_sms, experts_total, plan_impl
     tensors = (w13, s13, w2, s2)
-    return reference.experts(
+    y = reference.experts(
         x, ids, weights, *(layout.unshuffle_weights(*tensors) if layout.is_shuffled(w13) else tensors), **kwargs
     )
+    return tuple(jnp.split(y, parts, 1))
 
 
 IMPLEMENTATIONS = (
-    Implementation("hopper", hopper.experts, ("sm_90",), hopper.refuses),
-    Implementation("blackwell", blackwell.experts, ("sm_100", "sm_103"), blackwell.refuses),
+    Implementation("hopper", hopper.experts_parts, ("sm_90",), hopper.refuses),
+    Implementation("blackwell", blackwell.experts_parts, ("sm_100", "sm_103"), blackwell.refuses),
     Implementation("reference", _reference),
 )
 
 
-def _validate(x, ids, weights, w13, s13, w2, s2, precision):
+def _validate(x, ids, weights, w13, s13, w2, s2, precision, parts=1, spare_sms=0):
     t, h = x.shape if x.ndim == 2 else (None, None)
     if t is None:
         raise ValueError(f"experts: expected x [T, H], got {x.shape}")
@@ -47,6 +51,10 @@ def _validate(x, ids, weights, w13, s13, w2, s2, precision):
         raise ValueError(f"experts: expected H and F divisible by 32, got H = {h}, F = {f}")
     if precision not in PRECISIONS:
         raise ValueError(f"experts: expected precision in {PRECISIONS}, got {precision!r}")
+    if parts < 1 or h % parts:
+        raise ValueError(f"experts: expected parts >= 1 that divide H = {h}, got {parts}")
+    if spare_sms < 0:
+        raise ValueError(f"experts: expected spare_sms >= 0, got {spare_sms}")
 
 
 def experts(
@@ -80,23 +88,51 @@ def experts(
     Returns f32[T, H].
     Raises ValueError for shapes or dtypes that do not fit together. Source: spec/model.md sections 4 and 9.
     """
-    _validate(x, ids, weights, w13, s13, w2, s2, precision)
+    return experts_parts(
+        x, ids, weights, w13, s13, w2, s2, parts=1, swiglu_limit=swiglu_limit, first_expert=first_expert,
+        precision=precision, experts_total=experts_total, plan_impl=plan_impl, impl=impl, arch=arch,
+    )[0]  # fmt: skip
+
+
+def experts_parts(
+    x, ids, weights, w13, s13, w2, s2,  # as `experts` takes them
+    *,
+    parts: int,
+    spare_sms: int = 0,
+    swiglu_limit: float = 10.0,
+    first_expert=0,
+    precision: str = "released",
+    experts_total: int | None = None,
+    plan_impl: str = "auto",
+    impl: str = "auto",
+    arch: str | None = None,
+):  # fmt: skip
+    """`experts` by its output columns: part i holds columns i*H/parts .. (i+1)*H/parts - 1, bit for bit.
+
+    Everything before the w2 product is done once; each part's product and combine are launches of their own, so that a
+    part may travel while the next is computed. w2 is not copied: a part reads its rows where they lie.
+    spare_sms: multiprocessors that a kernel which fills the device leaves free from the second part on, for the
+    collective that moves the part before.
+    Returns parts arrays f32[T, H/parts].
+    Raises ValueError where parts does not divide H, for spare_sms < 0, and what `experts` raises.
+    """
+    _validate(x, ids, weights, w13, s13, w2, s2, precision, parts, spare_sms)
     args = (x, ids, weights, w13, s13, w2, s2)
     kwargs = dict(
         swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision, experts_total=experts_total,
-        plan_impl=plan_impl,
+        plan_impl=plan_impl, parts=parts, spare_sms=spare_sms,
     )
     chosen, _ = resolve("experts", IMPLEMENTATIONS, impl, arch, *args, **kwargs)
     return chosen.run(*args, **kwargs)
 
 
 def explain(
-    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", arch=None
+    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", parts=1, arch=None
 ) -> dict[str, str]:
-    """{implementation passed over: reason, "chosen": name} for these arguments."""
-    _validate(x, ids, weights, w13, s13, w2, s2, precision)
+    """{implementation passed over: reason, "chosen": name} for these arguments of `experts_parts`."""
+    _validate(x, ids, weights, w13, s13, w2, s2, precision, parts)
     chosen, against = resolve(
         "experts", IMPLEMENTATIONS, "auto", arch, x, ids, weights, w13, s13, w2, s2,
-        swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision,
+        swiglu_limit=swiglu_limit, first_expert=first_expert, precision=precision, parts=parts,
     )  # fmt: skip
     return {**against, "chosen": chosen.name}

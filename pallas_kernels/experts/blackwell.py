@@ -1,10 +1,10 @@
 """Routed experts on Blackwell: Triton's block-scaled dot, FP8 rows times MXFP4 weights in the checkpoint's order.
 
 The tensor core takes both formats with their per-32 scales as they are, so nothing is decoded or re-expressed: only the
-order of fp32 sums differs from `reference`. Rows are quantised in one launch before each GEMM (fp8_round_trip), x's
-once a token: the first GEMM loads a sorted row from its token's place. One program computes a tile of sorted rows times
-a block of weight rows; the first GEMM's program has the gate and the up rows of its block and ends in the clamped
-SwiGLU. On Hopper the same kernel runs with an emulated dot: good for checking, not for speed.
+order of fp32 sums differs from `reference`. Rows are quantised, x's on the way to their places, in one launch before
+each GEMM (fp8_round_trip). One program computes a tile of sorted rows times a block of weight rows;
+the first GEMM's program has the gate and the up rows of its block and ends in the clamped SwiGLU. On Hopper the same
+kernel runs with an emulated dot: good for checking, not for speed.
 """
 
 import functools
@@ -45,29 +45,29 @@ def _kernels():
         return acc
 
     @triton.jit
-    def experts_swiglu_triton(x, xs, w, ws, tiles, token, weights, out, H: tl.constexpr, F: tl.constexpr,
-                              M: tl.constexpr, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                              BK: tl.constexpr):  # fmt: skip
+    def experts_swiglu_triton(x, xs, w, ws, tiles, weights, out, H: tl.constexpr, F: tl.constexpr, M: tl.constexpr,
+                              LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
         tile, block = tl.program_id(1), tl.program_id(0)
         size = tl.load(tiles + 2 * M + tile)
         if size > 0:
             expert = tl.load(tiles + tile).to(tl.int64)
             row = tl.load(tiles + M + tile) + tl.arange(0, BM)
             live = tl.arange(0, BM) < size
-            source = tl.load(token + row)
             w += expert * (2 * F * (H // 2))
             ws += expert * (2 * F * (H // 32))
             column = block * BN + tl.arange(0, BN)
-            g = product(x, xs, w, ws, source, live, column, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
-            v = product(x, xs, w, ws, source, live, column + F, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
+            g = product(x, xs, w, ws, row, live, column, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
+            v = product(x, xs, w, ws, row, live, column + F, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
             g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             v = tl.clamp(v, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             t = tl.load(weights + row)[:, None] * (g / (1.0 + tl.exp(-g)) * v)
             tl.store(out + row[:, None] * F + column[None, :], t.to(tl.bfloat16), mask=live[:, None])
 
     @triton.jit
-    def experts_down_triton(x, xs, w, ws, tiles, out, H: tl.constexpr, F: tl.constexpr, M: tl.constexpr,
-                            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    def experts_down_triton(x, xs, w, ws, tiles, out, FIRST: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr,
+                            F: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                            BK: tl.constexpr):  # fmt: skip
+        """Columns FIRST .. FIRST + WIDTH - 1 of the result, as an array of their own."""
         tile, block = tl.program_id(1), tl.program_id(0)
         size = tl.load(tiles + 2 * M + tile)
         if size > 0:
@@ -77,8 +77,8 @@ def _kernels():
             w += expert * (H * (F // 2))
             ws += expert * (H * (F // 32))
             column = block * BN + tl.arange(0, BN)
-            y = product(x, xs, w, ws, row, live, column, F, BM, BN, BK)
-            tl.store(out + row[:, None] * H + column[None, :], y.to(tl.bfloat16), mask=live[:, None])
+            y = product(x, xs, w, ws, row, live, column + FIRST, F, BM, BN, BK)
+            tl.store(out + row[:, None] * WIDTH + column[None, :], y.to(tl.bfloat16), mask=live[:, None])
 
     # Names a kernel's body uses have to be globals of its function.
     for kernel in (product, experts_swiglu_triton, experts_down_triton):
@@ -88,7 +88,7 @@ def _kernels():
 
 def refuses(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None,
-    plan_impl="auto",
+    plan_impl="auto", parts=1, spare_sms=0,
 ):  # fmt: skip
     """Why the kernel does not take these arguments, or None."""
     if precision != "released":
@@ -97,17 +97,21 @@ def refuses(
         return "weights are in the Hopper kernel's order"
     if x.shape[1] % 128 or w2.shape[-1] % 64:
         return f"H and F expected multiples of 128, got {x.shape[1]} and {w2.shape[-1] * 2}"
+    if x.shape[1] % (parts * 128):
+        return f"H / parts expected a multiple of 128, got {x.shape[1]} / {parts}"
     if importlib.util.find_spec("jax_triton") is None:
         return "jax_triton is not installed"
     return None
 
 
-def experts(
-    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
+def experts_parts(
+    x, ids, weights, w13, s13, w2, s2, *, parts, spare_sms=0, swiglu_limit=10.0, first_expert=0, precision="released",
     experts_total=None, plan_impl="auto", capability=None, block=(128, 128), warps=8, stages=3,
 ):  # fmt: skip
-    """See `api.experts`. capability: e.g. 100, by default the registry's; block: (weight rows, channels)."""
-    del precision, experts_total
+    """See `api.experts_parts`. capability: e.g. 100, by default the registry's; block: (weight rows, channels).
+
+    A program ends with its tile, so a collective gets its multiprocessors as tiles end: none need be spared."""
+    del precision, experts_total, spare_sms
     import jax_triton
 
     swiglu, down = _kernels()
@@ -120,12 +124,22 @@ def experts(
         common["compute_capability"] = capability
     arch = registry.arch_of(capability)
     t = jax_triton.triton_call(
-        *quantise(x, arch=arch), w13, s13, plan.tiles, plan.token, plan.weight, kernel=swiglu,
+        *quantise(x, plan.token, arch=arch), w13, s13, plan.tiles, plan.weight, kernel=swiglu,
         out_shape=jax.ShapeDtypeStruct((rows, f), jnp.bfloat16), grid=(f // block[0], m), LIMIT=float(swiglu_limit),
         **common,
     )  # fmt: skip
-    y = jax_triton.triton_call(
-        *quantise(t, plan.count, arch=arch), w2, s2, plan.tiles, kernel=down,
-        out_shape=jax.ShapeDtypeStruct((rows, h), jnp.bfloat16), grid=(h // block[0], m), **common,
-    )  # fmt: skip
-    return route.combine(y, plan)
+    quantised, width = quantise(t, arch=arch), h // parts
+
+    def part(i, q, scale):
+        y = jax_triton.triton_call(
+            q, scale, w2, s2, plan.tiles, kernel=down, out_shape=jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
+            grid=(width // block[0], m), FIRST=i * width, WIDTH=width, **common,
+        )  # fmt: skip
+        return route.combine(y, plan)
+
+    return route.in_turn(part, parts, *quantised)
+
+
+def experts(*args, **kwargs):
+    """f32[T, H]: `experts_parts` in one part."""
+    return experts_parts(*args, parts=1, **kwargs)[0]

@@ -73,11 +73,12 @@ def _finish(n, kind, limit, shape, total, s_ref, weight_ref, out_ref, expert, bl
     """Write one warpgroup's results: `kind` "swiglu" (t in chunk-major order) or "down" (rows of H)."""
     from . import ptx
 
-    blocks, steps, rows, width = shape
+    blocks, from_block, steps, rows, width = shape
     thread, warp, r, q = ptx.lane_ids()
     expert, block, first, count = (ptx.scalar(v) for v in (expert, block, first, count))
     total = ptx.unpack(total)
-    at = ptx.add(ptx.mul(ptx.add(ptx.mul(expert, blocks), block), (steps + 2) * 128), ptx.const(steps * 128))
+    line = ptx.add(ptx.add(ptx.mul(expert, blocks), block), ptx.const(from_block))
+    at = ptx.add(ptx.mul(line, (steps + 2) * 128), ptx.const(steps * 128))
     factors = ptx.load_factors(ptx.offset_address(ptx.gmem_address(s_ref), ptx.add(at, ptx.mul(thread, 2)), 4))
     column = ptx.mul(q, 2)
     row = ptx.add(first, column)
@@ -104,8 +105,8 @@ def _finish(n, kind, limit, shape, total, s_ref, weight_ref, out_ref, expert, bl
                 ptx.store_pair(a, b, factors, target, here, count)
 
 
-def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=None, registers=None):
-    """Every tile of sorted rows times its expert's weights.
+def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, blocks=None, stages=None, registers=None):
+    """Every tile of sorted rows times its expert's weights, or times `blocks` of them: a range of blocks of 64 rows.
 
     x,      # u8[inner/128, R, 128] e4m3
     scale,  # f32[inner/128, R]
@@ -117,9 +118,9 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     chunks, rows, _ = x.shape
-    blocks, steps = w.shape[1], chunks // layout.STAGE
-    parts = blocks // groups
-    width = blocks * layout.ROWS // (2 if kind == "swiglu" else 1)
+    steps, blocks = chunks // layout.STAGE, blocks or range(w.shape[1])
+    bands = len(blocks) // groups
+    width = len(blocks) * layout.ROWS // (2 if kind == "swiglu" else 1)
     padded = max(n, 32)
     stages = stages or pipeline_stages(n, groups)
     out = jax.ShapeDtypeStruct((width // 128, rows, 128) if kind == "swiglu" else (rows, width), jnp.bfloat16)
@@ -130,7 +131,7 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
     def body(x_gmem, scale_gmem, w_gmem, s_gmem, tiles, weight_gmem, out_gmem, x_smem, scale_smem, w_smem, s_smem,
              full, empty):  # fmt: skip
         wg, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
-        items = tiles[3, 0] * parts
+        items = tiles[3, 0] * bands
         mine = (items - block + sms - 1) // sms
         after = lambda slot: jnp.where(slot == stages - 1, 0, slot + 1)
 
@@ -140,9 +141,9 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
 
             def item(i, state):
                 index = block + i * sms
-                tile, part = index // parts, index % parts
+                tile, band = index // bands, index % bands
                 expert, first = tiles[0, tile], tiles[1, tile]
-                own = pl.ds(part * groups, groups)
+                own = pl.ds(blocks.start + band * groups, groups)
 
                 def step(k, state):
                     slot, filled = state
@@ -171,12 +172,12 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
                 return_type=plgpu.ShapeDtypeStruct((64 * n,), jnp.float32, layout=regs),
             )(lambda ctx, *args: _step(n, *args))
             finish = plgpu.inline_mgpu(arg_types=(regs, *[plgpu.RefType()] * 3, *[splat(())] * 4))(
-                lambda ctx, *args: _finish(n, kind, limit, (blocks, steps, rows, width), *args)
+                lambda ctx, *args: _finish(n, kind, limit, (w.shape[1], blocks.start, steps, rows, width), *args)
             )
 
             def item(i, slot):
                 index = block + i * sms
-                tile, part = index // parts, index % parts
+                tile, band = index // bands, index % bands
 
                 def step(_, state):
                     slot, total = state
@@ -191,7 +192,7 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, stages=No
                 slot, total = jax.lax.fori_loop(0, steps, step, (slot, zero))
                 finish(
                     total, s_gmem, weight_gmem, out_gmem,
-                    tiles[0, tile], part * groups + wg, tiles[1, tile], tiles[2, tile],
+                    tiles[0, tile], band * groups + wg, tiles[1, tile], tiles[2, tile],
                 )  # fmt: skip
                 return slot
 
@@ -228,21 +229,23 @@ def _groups(blocks: int, n: int) -> int:
 
 def refuses(
     x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released", experts_total=None,
-    plan_impl="auto",
+    plan_impl="auto", parts=1, spare_sms=0,
 ):  # fmt: skip
     """Why the kernel does not take these arguments, or None."""
     if precision != "released":
         return f"computes `released` only, this is {precision}"
     if not layout.is_shuffled(w13):
         return "weights are in the checkpoint's order: apply shuffle_weights at load"
+    if x.shape[1] % (parts * layout.ROWS):
+        return f"H / parts expected a multiple of {layout.ROWS}, got {x.shape[1]} / {parts}"
     return None
 
 
-def experts(
-    x, ids, weights, w13, s13, w2, s2, *, swiglu_limit=10.0, first_expert=0, precision="released",
+def experts_parts(
+    x, ids, weights, w13, s13, w2, s2, *, parts, spare_sms=0, swiglu_limit=10.0, first_expert=0, precision="released",
     experts_total=None, plan_impl="auto", sms=None, tuning=None,
 ):  # fmt: skip
-    """See `api.experts`; takes shuffled weights, `released` only.
+    """See `api.experts_parts`; takes shuffled weights, `released` only.
 
     sms: multiprocessors to fill (default: the device's). tuning: {"n": rows of a tile, "swiglu": {...}, "down": {...}},
     the two GEMMs' `groups`, `stages`, `registers`; for benchmarks.
@@ -252,10 +255,23 @@ def experts(
     n = tuning.get("n") or tile_rows(ids.size, experts_total or local)
     sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
     plan = expert_plan(ids, weights, first_expert, local=local, tile_rows=n, impl=plan_impl)
-    gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit, sms=sms)
+    gemm = functools.partial(grouped_gemm, plan=plan, n=n, limit=swiglu_limit)
     q, scale = requantise.spread_rows(x, plan.position, plan.count, plan.token.shape[0])
     config = {"groups": _groups(w13.shape[1], n), **tuning.get("swiglu", {})}
-    t = gemm(q, scale, w13, s13, kind="swiglu", **config)
+    t = gemm(q, scale, w13, s13, kind="swiglu", sms=sms, **config)
     q, scale = requantise.sorted_rows(t, plan.count)
-    config = {"groups": _groups(w2.shape[1], n), **tuning.get("down", {})}
-    return route.combine(gemm(q, scale, w2, s2, kind="down", **config), plan)
+    count = w2.shape[1] // parts
+    config = {"groups": _groups(count, n), **tuning.get("down", {})}
+
+    def part(i, q, scale):
+        # A block of this kernel fills its multiprocessor until the kernel ends: beside the transfer of the part before,
+        # a collective's blocks need some of their own.
+        own = dict(sms=max(1, sms - spare_sms) if i else sms, blocks=range(i * count, (i + 1) * count))
+        return route.combine(gemm(q, scale, w2, s2, kind="down", **own, **config), plan)
+
+    return route.in_turn(part, parts, q, scale)
+
+
+def experts(*args, **kwargs):
+    """f32[T, H]: `experts_parts` in one part."""
+    return experts_parts(*args, parts=1, **kwargs)[0]

@@ -89,7 +89,8 @@ SPECS = TINY + FULL
 
 
 def deviceless_case(name: str):
-    """"<FULL spec>:hopper" or "<FULL spec>:blackwell" -> (function, abstract arguments) for a deviceless compile."""
+    """"<FULL spec>:hopper[:parts]" or "<FULL spec>:blackwell[:parts]" -> (function, abstract arguments) for a deviceless
+    compile."""
     import functools
     import os
 
@@ -97,13 +98,14 @@ def deviceless_case(name: str):
 
     from . import blackwell, hopper, layout
 
-    name, _, impl = name.partition(":")
+    name, impl, *parts = name.split(":")
     spec = next(s for s in FULL if s.name == name)
     e, h, f, t, k = spec.local, spec.hidden, spec.width, spec.rows, spec.k
     shape = jax.ShapeDtypeStruct
     shapes = (e, 2 * f, h // 2), (e, 2 * f, h // 32), (e, h, f // 2), (e, h, f // 32)
     tensors = tuple(shape(s, jnp.uint8) for s in shapes)
-    run = functools.partial(blackwell.experts, capability=int(os.environ["DEVICELESS_CAPABILITY"]))
+    run = functools.partial(blackwell.experts_parts, capability=int(os.environ["DEVICELESS_CAPABILITY"]))
     if impl == "hopper":
-        tensors, run = jax.eval_shape(layout.shuffle_weights, *tensors), hopper.experts
+        tensors, run = jax.eval_shape(layout.shuffle_weights, *tensors), hopper.experts_parts
+    run = functools.partial(run, parts=int(*parts) or 1, spare_sms=8)
     return run, (shape((t, h), jnp.bfloat16), shape((t, k), jnp.int32), shape((t, k), jnp.float32), *tensors)
