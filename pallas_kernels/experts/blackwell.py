@@ -1,10 +1,10 @@
 """Routed experts on Blackwell: Triton's block-scaled dot, FP8 rows times MXFP4 weights in the checkpoint's order.
 
 The tensor core takes both formats with their per-32 scales as they are, so nothing is decoded or re-expressed: only the
-order of fp32 sums differs from `reference`. Rows are quantised, x's on the way to their places, in one launch before
-each GEMM (fp8_round_trip). One program computes a tile of sorted rows times a block of weight rows;
-the first GEMM's program has the gate and the up rows of its block and ends in the clamped SwiGLU. On Hopper the same
-kernel runs with an emulated dot: good for checking, not for speed.
+order of fp32 sums differs from `reference`. Rows are quantised in one launch before each GEMM (fp8_round_trip), x's
+once a token: the first GEMM loads a sorted row from its token's place. One program computes a tile of sorted rows times
+a block of weight rows; the first GEMM's program has the gate and the up rows of its block and ends in the clamped
+SwiGLU. On Hopper the same kernel runs with an emulated dot: good for checking, not for speed.
 """
 
 import functools
@@ -45,19 +45,21 @@ def _kernels():
         return acc
 
     @triton.jit
-    def experts_swiglu_triton(x, xs, w, ws, tiles, weights, out, H: tl.constexpr, F: tl.constexpr, M: tl.constexpr,
-                              LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    def experts_swiglu_triton(x, xs, w, ws, tiles, token, weights, out, H: tl.constexpr, F: tl.constexpr,
+                              M: tl.constexpr, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                              BK: tl.constexpr):  # fmt: skip
         tile, block = tl.program_id(1), tl.program_id(0)
         size = tl.load(tiles + 2 * M + tile)
         if size > 0:
             expert = tl.load(tiles + tile).to(tl.int64)
             row = tl.load(tiles + M + tile) + tl.arange(0, BM)
             live = tl.arange(0, BM) < size
+            source = tl.load(token + row)
             w += expert * (2 * F * (H // 2))
             ws += expert * (2 * F * (H // 32))
             column = block * BN + tl.arange(0, BN)
-            g = product(x, xs, w, ws, row, live, column, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
-            v = product(x, xs, w, ws, row, live, column + F, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
+            g = product(x, xs, w, ws, source, live, column, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
+            v = product(x, xs, w, ws, source, live, column + F, H, BM, BN, BK).to(tl.bfloat16).to(tl.float32)
             g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             v = tl.clamp(v, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
             t = tl.load(weights + row)[:, None] * (g / (1.0 + tl.exp(-g)) * v)
@@ -124,11 +126,11 @@ def experts_parts(
         common["compute_capability"] = capability
     arch = registry.arch_of(capability)
     t = jax_triton.triton_call(
-        *quantise(x, plan.token, arch=arch), w13, s13, plan.tiles, plan.weight, kernel=swiglu,
+        *quantise(x, arch=arch), w13, s13, plan.tiles, plan.token, plan.weight, kernel=swiglu,
         out_shape=jax.ShapeDtypeStruct((rows, f), jnp.bfloat16), grid=(f // block[0], m), LIMIT=float(swiglu_limit),
         **common,
     )  # fmt: skip
-    quantised, width = quantise(t, arch=arch), h // parts
+    quantised, width = quantise(t, plan.count, arch=arch), h // parts
 
     def part(i, q, scale):
         y = jax_triton.triton_call(
