@@ -1,6 +1,7 @@
-"""Router selection in one launch after the scores, Pallas on Triton: k times the largest of what is left.
+"""Scores and selection in one launch after the product, Pallas on Triton: k times the largest of what is left.
 
-A row's few hundred scores stay in the registers of one warp, so each of the k rounds is a warp-wide maximum. Same ids as
+A program is one warp and owns a row, whose few hundred scores stay in its registers: each of the k rounds is a maximum over
+the warp, without shared memory or barriers. Same ids as
 `reference.select`, ties included; scores are compared as integers of the same order, so that even a row of NaN gets k
 distinct ids.
 """
@@ -14,7 +15,6 @@ from jax.experimental import pallas as pl
 from . import reference
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-ROWS = 4  # of one program, one for each of its warps
 MOST_EXPERTS = 2048
 
 
@@ -25,26 +25,26 @@ def _width(experts: int) -> int:
 
 def refuses(x, gate, bias, *, k, scale, precision):
     """Why this is not the way for these arguments, or None."""
-    del bias, k, scale, precision
+    del x, bias, k, scale, precision
     e = gate.shape[0]
     if e > MOST_EXPERTS or _width(e) < 16:
         return f"{e} experts, the kernel is for multiples of 16 up to {MOST_EXPERTS}"
-    return f"{x.shape[0]} rows, the kernel wants a multiple of {ROWS}" if x.shape[0] % ROWS else None
+    return None
 
 
-def _body(s_ref, bias_ref, ids_ref, weights_ref, *, experts: int, k: int, scale: float):
-    """s_ref f32[ROWS, E], bias_ref f32[E]; ids_ref i32[ROWS, k], weights_ref f32[ROWS, k]."""
+def _body(z_ref, bias_ref, ids_ref, weights_ref, *, experts: int, k: int, scale: float):
+    """z_ref f32[1, E], bias_ref f32[E]; ids_ref i32[1, k], weights_ref f32[1, k]."""
     width = _width(experts)
     none = jnp.int32(-(2**31))
     scores, keys, ids, taken = [], [], [], []
     for first in range(0, experts, width):
         part = pl.ds(first, width)
-        s = s_ref[:, part]
+        s = reference.score(z_ref[:, part])
         bits = jax.lax.bitcast_convert_type(s + bias_ref[part][None, :], jnp.int32)
         scores.append(s)
         keys.append(bits ^ ((bits >> 31) & 0x7FFFFFFF))
-        ids.append(jax.lax.broadcasted_iota(jnp.int32, (ROWS, width), 1) + first)
-        taken.append(jnp.zeros((ROWS, width), jnp.int32))
+        ids.append(jax.lax.broadcasted_iota(jnp.int32, (1, width), 1) + first)
+        taken.append(jnp.zeros((1, width), jnp.int32))
     over_row = lambda reduce, pair, parts: functools.reduce(pair, [reduce(p, axis=1) for p in parts])
     chosen = []
     for _ in range(k):
@@ -63,25 +63,25 @@ def _body(s_ref, bias_ref, ids_ref, weights_ref, *, experts: int, k: int, scale:
 
 
 @functools.partial(jax.jit, static_argnames=("k", "scale", "interpret"))  # lowered once for all layers
-def select(s, bias, *, k: int, scale: float, interpret: bool = False):
-    """See `reference.select`."""
+def select(z, bias, *, k: int, scale: float, interpret: bool = False):
+    """`reference.select` of `reference.score` of z f32[T, E]."""
     from jax.experimental.pallas import triton as plt
 
-    t, e = s.shape
-    rows = lambda width: pl.BlockSpec((ROWS, width), lambda i: (i, 0))
+    t, e = z.shape
+    row = lambda width: pl.BlockSpec((1, width), lambda i: (i, 0))
     return pl.pallas_call(
         functools.partial(_body, experts=e, k=k, scale=scale),
         out_shape=(jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)),
-        grid=(t // ROWS,),
-        in_specs=[rows(e), pl.BlockSpec((e,), lambda i: (0,))],
-        out_specs=(rows(k), rows(k)),
+        grid=(t,),
+        in_specs=[row(e), pl.BlockSpec((e,), lambda i: (0,))],
+        out_specs=(row(k), row(k)),
         interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=ROWS),
+        compiler_params=plt.CompilerParams(num_warps=1),
         name="router_select",
-    )(s, bias)
+    )(z, bias)
 
 
 def router(x, gate, bias, *, k: int, scale: float, precision: str):
     """See `api.router`."""
     del precision
-    return select(reference.scores(x, gate), bias, k=k, scale=scale)
+    return select(reference.logits(x, gate), bias, k=k, scale=scale)

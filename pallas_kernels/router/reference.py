@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from ..row_tiles import in_row_tiles
 
 
-def scores(x, gate):
-    """sqrt(softplus(x @ gate^T)) in fp32.
+def logits(x, gate):
+    """x @ gate^T in fp32.
 
     x,     # bf16[T, H] or f32[T, H]
     gate,  # bf16[E, H] or f32[E, H]
@@ -15,12 +15,15 @@ def scores(x, gate):
     """
     if x.dtype == gate.dtype == jnp.bfloat16:
         # Products of bf16 numbers are exact in fp32, so this equals the fp32 product the release computes.
-        z = in_row_tiles(lambda x: jnp.einsum("th,eh->te", x, gate, preferred_element_type=jnp.float32), x)
-    else:
-        gate = gate.astype(jnp.float32)
-        product = lambda x: jnp.einsum("th,eh->te", x, gate, precision=jax.lax.Precision.HIGHEST)
-        z = in_row_tiles(product, x.astype(jnp.float32))
-    # logaddexp form: neither the underflow of log1p(exp(z)) below -16.6 nor its overflow above 88.
+        return in_row_tiles(lambda x: jnp.einsum("th,eh->te", x, gate, preferred_element_type=jnp.float32), x)
+    gate = gate.astype(jnp.float32)
+    product = lambda x: jnp.einsum("th,eh->te", x, gate, precision=jax.lax.Precision.HIGHEST)
+    return in_row_tiles(product, x.astype(jnp.float32))
+
+
+def score(z):
+    """f32[...]: sqrt(softplus(z)) in logaddexp form: neither the underflow of log1p(exp(z)) below -16.6 nor its overflow
+    above 88."""
     return jnp.sqrt(jnp.maximum(z, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(z))))
 
 
@@ -39,7 +42,7 @@ def select(s, bias, k: int, scale: float):
 
 def router(x, gate, bias, *, k: int, scale: float):
     """See `api.router`."""
-    return select(scores(x, gate), bias, k, scale)
+    return select(score(logits(x, gate)), bias, k, scale)
 
 
 def fake_balance(
