@@ -1,6 +1,6 @@
 """Routed experts on one GPU: equal to the definition?, then what the operator and its parts cost beside the floor.
 
-    python -m bench.experts [--out FILE] [--variants n32_g4,...] [--parts n32_g4,...]
+    python -m bench.experts [--out FILE] [--variants n32_g4,...] [--parts n32_g4,...] [--profile] [--only-parts]
 
 Unlike the operators of `bench.operators`, one set of weights (1.8 GB, far beyond the L2 cache) serves all inputs: drawn
 on the device, shuffled there; activations and routing rotate over eight inputs. Writes device, versions, commit, seeds,
@@ -130,9 +130,10 @@ def guarded(name: str, function) -> dict:
     return result
 
 
-def clock(function, rotation, dispatches: int = 4) -> dict:
+def clock(function, rotation, dispatches: int = 4, profile: bool = False) -> dict:
     times = timing.us_per_call(function, rotation, dispatches=dispatches, samples=9)
-    return {f"{k}_us": round(v, 2) for k, v in times.items()}
+    device = timing.device_us(function, rotation) if profile else {}
+    return {f"{k}_us": round(v, 2) for k, v in times.items()} | device
 
 
 def main(argv=None) -> None:
@@ -140,30 +141,39 @@ def main(argv=None) -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--parts", default="n32_g4")
+    parser.add_argument(
+        "--profile", action="store_true", help="the parts' kernels by themselves too, from the profiler"
+    )
+    parser.add_argument(
+        "--only-parts", action="store_true", help="no checks, no whole operator, a file only with --out"
+    )
     options = parser.parse_args(argv)
+    whole = not options.only_parts
     head, peaks = common.environment(), common.measure_peaks()
     print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
     names = options.variants.split(",")
     checks, times, split = [], {}, {}
-    for spec in SMALL:
+    for spec in SMALL if whole else ():
         for n in (8, 24, 32, 64) if spec is SMALL[0] else (32,):
             checks.append(guarded(spec.name, lambda: check(spec, {"n": n})))
     balanced = FULL[0]
     weights = device_weights(balanced, SEED)
     shuffled = jax.block_until_ready(jax.jit(layout.shuffle_weights)(*weights))
-    for spec in FULL[1:3]:
+    for spec in FULL[1:3] if whole else ():
         checks.append(guarded(spec.name, lambda: check(spec, {}, weights, shuffled)))
     floor = peaks.floor_us(balanced.bytes, balanced.flops)
-    for spec in FULL[:3]:
+    for spec in FULL[: 3 if whole else 1]:
         rotation = [inputs(spec, 200 + i) for i in range(ROTATE)]
-        for name in names if spec is balanced else names[:1]:
+        for name in (names if spec is balanced else names[:1]) if whole else ():
             run = functools.partial(hopper.experts, tuning=VARIANTS[name])
             key = f"{spec.name}/{name}"
             times[key] = guarded(key, lambda: clock(run, [((*r, *shuffled), {}) for r in rotation]))
         if spec is balanced:
             for name in options.parts.split(","):
                 for part, (f, turns) in parts(rotation, shuffled, VARIANTS[name]).items():
-                    split[f"{name}/{part}"] = guarded(f"{name}/{part}", lambda: clock(f, turns))
+                    run = functools.partial(clock, f, turns, profile=options.profile)
+                    split[f"{name}/{part}"] = guarded(f"{name}/{part}", run)
+        if spec is balanced and whole:
             key = f"{spec.name}/reference"
             times[key] = guarded(key, lambda: clock(reference.experts, [((*rotation[0], *weights), {})], 1))
     for key, t in times.items():
@@ -174,9 +184,10 @@ def main(argv=None) -> None:
         **head, "peaks": dataclasses.asdict(peaks), "seeds": {"weights": SEED, "inputs": [200, 200 + ROTATE - 1]},
         "variants": {n: VARIANTS[n] for n in names}, "checks": checks, "results": times, "parts": split,
     }  # fmt: skip
-    path = options.out or common.RESULTS / f"experts_{head['device'].lower().replace(' ', '_')}.json"
-    common.write_json(path, record)
-    print(f"wrote {path}")
+    if whole or options.out:
+        path = options.out or common.RESULTS / f"experts_{head['device'].lower().replace(' ', '_')}.json"
+        common.write_json(path, record)
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """The one-pass quantisers of the Hopper experts against their definitions, bit for bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.expert_plan import expert_plan
-from pallas_kernels.experts import layout, requantise
+from pallas_kernels.experts import hopper, layout, requantise, shuffle_weights
+from pallas_kernels.experts.specs import ExpertsSpec
 from tests import deviceless
 
 
@@ -85,6 +88,27 @@ def test_equals_its_definition_on_the_gpu(case, what):
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_every_value(interpret):
     every_value_case(interpret)
+
+
+@pytest.mark.gpu
+def test_rows_that_nobody_wrote_reach_no_other():
+    """The products of the rows that are there do not change when all others hold NaN."""
+    if str(jax.devices()[0].compute_capability) != "9.0":
+        pytest.skip("the product is for Hopper")
+    spec = ExpertsSpec("gaps", 24, 512, 256, 4, 3, total=12, first=2)
+    x, ids, weights, *tensors = spec.make_inputs(8)
+    w13, s13, *_ = shuffle_weights(*tensors)
+    p = expert_plan(ids, weights, spec.first, local=spec.local, tile_rows=8)
+    size = p.token.shape[0]
+    codes, scale = spread_rows(x, p.position, p.count, size)
+    real = np.unique(p.position)
+    real = real[real < int(p.count)]
+    gaps = np.setdiff1d(np.arange(size), real)
+    assert (gaps < int(p.count)).any(), "between the experts' rows too"
+    gemm = jax.jit(functools.partial(hopper.grouped_gemm, plan=p, n=8, kind="swiglu", limit=10.0, groups=4, sms=132))
+    clean = gemm(codes, scale, w13, s13)
+    dirty = gemm(codes.at[:, gaps].set(0x7F), scale.at[:, gaps].set(jnp.nan), w13, s13)
+    same([np.asarray(clean[:, real]).view(np.uint16)], [np.asarray(dirty[:, real]).view(np.uint16)])
 
 
 def deviceless_case(name: str):
