@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.router import explain, fake_balance, one_kernel, reference, router
-from pallas_kernels.router.specs import SPECS
+from pallas_kernels.router import explain, fake_balance, one_kernel, reference, router, two_kernels
+from pallas_kernels.router.specs import SPECS, RouterSpec
 from tests import deviceless
 
 SMALL = [s for s in SPECS if s.hidden <= 128]
@@ -100,15 +100,29 @@ def test_kernel_selects_what_the_definition_does(experts, k):
     z[0], z[1, ::2] = 0.0, np.inf
     bias = jnp.asarray(rng.integers(-2, 3, experts).astype(np.float32) / 16)
     want_ids, want_w = reference.select(reference.score(jnp.asarray(z)), bias, k, 1.5)
-    got_ids, got_w = one_kernel.select(jnp.asarray(z), bias, k=k, scale=1.5, interpret=True)
+    got_ids, got_w = one_kernel.select(jnp.asarray(z)[None], bias, k=k, scale=1.5, interpret=True)
     np.testing.assert_array_equal(got_ids, want_ids)
     finite = np.isfinite(np.asarray(want_w))
     np.testing.assert_allclose(np.asarray(got_w)[finite], np.asarray(want_w)[finite], rtol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [70, 64])
+def test_two_kernels_equal_numpy_and_a_row_does_not_depend_on_the_others(rows):
+    spec = RouterSpec("sliced", rows, hidden=512, experts=48, k=4)
+    x, gate, bias = spec.make_inputs(7)
+    run = lambda x: two_kernels.router(x, gate, bias, k=spec.k, scale=spec.scale, precision="released", interpret=True)
+    assert two_kernels.product(x, gate, interpret=True).shape == (8, rows, 48)
+    ids, w = run(x)
+    want_ids, want_w = numpy_router(x, gate, bias, spec.k, spec.scale)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(w, want_w, rtol=2e-6)
+    for got, whole in zip(run(x[9:20]), (ids, w), strict=True):
+        np.testing.assert_array_equal(got, whole[9:20])
+
+
 def test_kernel_chooses_distinct_ids_for_rows_of_nan():
     z = jnp.stack([jnp.full(32, v) for v in (jnp.nan, -jnp.nan, -jnp.inf, jnp.inf)])
-    ids, _ = one_kernel.select(z, jnp.zeros(32), k=6, scale=1.5, interpret=True)
+    ids, _ = one_kernel.select(z[None], jnp.zeros(32), k=6, scale=1.5, interpret=True)
     np.testing.assert_array_equal(ids, np.tile(np.arange(6), (4, 1)))
 
 
@@ -128,13 +142,25 @@ def test_compiles_to_one_kernel_without_spills(target):
     assert "bar.sync" not in kernel.ptx and not compiled.matching("sqrt").kernels  # a row stays in a warp; no pass over scores
 
 
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_compiles_to_two_kernels_without_spills(target):
+    compiled = deviceless.compile_for(target, "pallas_kernels.router.specs:deviceless_case", "verify:two_kernels")
+    assert sorted(k.name for k in compiled.kernels) == ["router_product", "router_select"] and compiled.spill_bytes == 0
+    product = compiled.matching("router_product").ptx
+    assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in product and "cp.async.cg" in product
+    assert deviceless.unfenced_products(product) == 0
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["one_kernel", "two_kernels"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_kernel_equals_definition_on_the_gpu(spec):
+def test_kernel_equals_definition_on_the_gpu(spec, impl):
     x, gate, bias = spec.make_inputs(9)
     gate = gate.at[5].set(gate[2]).at[11].set(gate[2])  # ties
     bias = bias.at[jnp.array([5, 11])].set(bias[2])
     want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
-    got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="one_kernel")
+    got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl=impl)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
     np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-6)

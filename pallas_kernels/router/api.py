@@ -1,7 +1,7 @@
 """Router: fp32 scores, biased top-k with lowest-index ties, normalised weights (spec/model.md section 9)."""
 
 from ..registry import Implementation, resolve
-from . import one_kernel, reference
+from . import one_kernel, reference, two_kernels
 
 PRECISIONS = ("released", "float32_cache", "float32")
 
@@ -12,6 +12,7 @@ def _reference(x, gate, bias, *, k, scale, precision):
 
 
 IMPLEMENTATIONS = (
+    Implementation("two_kernels", two_kernels.router, two_kernels.ARCHES, two_kernels.refuses, two_kernels.BY_NAME_ONLY),
     Implementation("one_kernel", one_kernel.router, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", _reference),
 )

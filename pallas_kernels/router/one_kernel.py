@@ -33,13 +33,13 @@ def refuses(x, gate, bias, *, k, scale, precision):
 
 
 def _body(z_ref, bias_ref, ids_ref, weights_ref, *, experts: int, k: int, scale: float):
-    """z_ref f32[1, E], bias_ref f32[E]; ids_ref i32[1, k], weights_ref f32[1, k]."""
+    """z_ref f32[slices, 1, E], bias_ref f32[E]; ids_ref i32[1, k], weights_ref f32[1, k]."""
     width = _width(experts)
     none = jnp.int32(-(2**31))
     scores, keys, ids, taken = [], [], [], []
     for first in range(0, experts, width):
         part = pl.ds(first, width)
-        s = reference.score(z_ref[:, part])
+        s = reference.score(functools.reduce(jnp.add, [z_ref[i, :, part] for i in range(z_ref.shape[0])]))
         bits = jax.lax.bitcast_convert_type(s + bias_ref[part][None, :], jnp.int32)
         scores.append(s)
         keys.append(bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -64,16 +64,16 @@ def _body(z_ref, bias_ref, ids_ref, weights_ref, *, experts: int, k: int, scale:
 
 @functools.partial(jax.jit, static_argnames=("k", "scale", "interpret"))  # lowered once for all layers
 def select(z, bias, *, k: int, scale: float, interpret: bool = False):
-    """`reference.select` of `reference.score` of z f32[T, E]."""
+    """`reference.select` of `reference.score` of the sum of z f32[slices, T, E] over its slices."""
     from jax.experimental.pallas import triton as plt
 
-    t, e = z.shape
+    slices, t, e = z.shape
     row = lambda width: pl.BlockSpec((1, width), lambda i: (i, 0))
     return pl.pallas_call(
         functools.partial(_body, experts=e, k=k, scale=scale),
         out_shape=(jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)),
         grid=(t,),
-        in_specs=[row(e), pl.BlockSpec((e,), lambda i: (0,))],
+        in_specs=[pl.BlockSpec((slices, 1, e), lambda i: (0, i, 0)), pl.BlockSpec((e,), lambda i: (0,))],
         out_specs=(row(k), row(k)),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1),
@@ -84,4 +84,4 @@ def select(z, bias, *, k: int, scale: float, interpret: bool = False):
 def router(x, gate, bias, *, k: int, scale: float, precision: str):
     """See `api.router`."""
     del precision
-    return select(reference.logits(x, gate), bias, k=k, scale=scale)
+    return select(reference.logits(x, gate)[None], bias, k=k, scale=scale)

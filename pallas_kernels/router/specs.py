@@ -45,11 +45,13 @@ BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
-    from . import one_kernel
+    """Spec name, or that and a kernel's module after a colon -> (function, abstract arguments) for a compile without a GPU."""
+    from . import one_kernel, two_kernels
 
+    name, _, module = name.partition(":")
+    run = (two_kernels if module == "two_kernels" else one_kernel).router
     s = BY_NAME[name]
     shape = jax.ShapeDtypeStruct
     arguments = (shape((s.rows, s.hidden), jnp.bfloat16), shape((s.experts, s.hidden), jnp.bfloat16),
                  shape((s.experts,), jnp.float32))  # fmt: skip
-    return (lambda *a: one_kernel.router(*a, k=s.k, scale=s.scale, precision="released")), arguments
+    return (lambda *a: run(*a, k=s.k, scale=s.scale, precision="released")), arguments
