@@ -89,16 +89,21 @@ def lower(args, mesh):
 
 
 def make_exchange(name: str, ranks: int, parts: int = 1):
-    """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts. Raises ValueError for
-    parts < 1."""
+    """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts; "<name>/<parts>" asks
+    for parts by name. Raises ValueError for an unknown name and for parts < 1."""
     from sharding.exchange import AllToAllExchange, GatherExchange
 
-    return {
+    name, _, asked = name.partition("/")
+    parts = int(asked or parts)
+    known = {
         "gather": lambda: GatherExchange(ranks, parts=parts),
         "reduce_scatter": lambda: GatherExchange(ranks, parts=parts, combine="reduce_scatter"),
         "all_to_all": lambda: AllToAllExchange(ranks, parts=parts),
         "ragged": lambda: AllToAllExchange(ranks, parts=parts, ragged=True),
-    }[name]()
+    }
+    if name not in known:
+        raise ValueError(f"exchange: expected one of {', '.join(known)}, got {name!r}")
+    return known[name]()
 
 
 def _local_bytes(leaf) -> int:

@@ -50,6 +50,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--ranks", type=int, help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
     p.add_argument("--exchange", choices=("gather", "reduce_scatter", "all_to_all", "ragged"),
                    help="how rows reach the experts of other ranks (default: gather)")  # fmt: skip
+    p.add_argument("--exchange-parts", type=int, metavar="N", help="column parts in which contributions go home (default: 1)")
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)
@@ -295,6 +296,7 @@ def protocol(bench: Bench) -> dict:
     return {
         "preset": w.name,
         "ranks": bench.ranks,
+        "exchange_parts": getattr(args, "exchange_parts", None) or 1,
         "layers": [s.kind for s in w.config.layers],
         "draft_stages": w.config.num_nextn_predict_layers,
         "experts": w.config.n_routed_experts,
@@ -332,13 +334,15 @@ def explain_experts(experts, c, rows: int, ranks: int = 1) -> dict[str, str]:
 
 
 def make_bench(args, watch: CompileWatch) -> Bench:
-    """Raises ValueError for an exchange without ranks."""
+    """Raises ValueError for an exchange, or parts of one, without ranks."""
     if args.ranks:
         from bench.ranks import RanksBench
 
         return RanksBench(args, watch)
     if args.exchange:
         raise ValueError(f"--exchange {args.exchange}: expected --ranks beside it")
+    if args.exchange_parts:
+        raise ValueError(f"--exchange-parts {args.exchange_parts}: expected --ranks beside it")
     return Bench(args, watch)
 
 

@@ -24,15 +24,16 @@ from sharding.step import ShardedSteps, stack_ranks
 class RanksBench(decode.Bench):
     """One workload over `args.ranks` devices; the workload's batch and page tables are those of one rank.
 
-    Raises ValueError for more ranks than devices, or ranks that do not divide the experts."""
+    Raises ValueError for more ranks than devices, ranks that do not divide the experts, or less than one part."""
 
     def __init__(self, args, watch: decode.CompileWatch, params=None):
         self.ranks, self.mesh = args.ranks, make_mesh(args.ranks)
         self.placement = NamedSharding(self.mesh, state_spec())  # every array of batch and state is split by its first axis
-        self.exchange = make_exchange(args.exchange or "gather", args.ranks)
+        name, parts = args.exchange or "gather", 1 if args.exchange_parts is None else args.exchange_parts
+        self.exchange = make_exchange(name, args.ranks, parts)
         check_ranks(presets.workload(args.preset, layers=args.layers).config, args.ranks)
         super().__init__(args, watch, params)
-        note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {args.exchange or 'gather'}; " \
+        note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {name} in {parts} part{'s' * (parts > 1)}; " \
                "floor of one rank, without what the exchange moves"  # fmt: skip
         self.workload = dataclasses.replace(self.workload, notes=(*self.workload.notes, note))
 

@@ -28,7 +28,8 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=3, help="MTP steps, each from the state of the one before")
     p.add_argument("--precision", default="released", choices=PRECISIONS)
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
-    p.add_argument("--exchanges", default="gather,all_to_all", help="of bench.compile_report's names")
+    p.add_argument("--exchanges", default="gather,gather/2,all_to_all",
+                   help="gather, reduce_scatter, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)

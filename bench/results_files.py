@@ -89,7 +89,7 @@ class StepRow:
     def series(self) -> tuple:
         """What two points of one line have in common."""
         p = self.protocol
-        return self.source.device, p["preset"], len(p["layers"]), p["gamma"], p.get("ranks", 1)
+        return self.source.device, p["preset"], len(p["layers"]), p["gamma"], p.get("ranks", 1), p.get("exchange_parts", 1)
 
 
 @dataclasses.dataclass

@@ -44,7 +44,7 @@ def test_a_jobs_options_exist(job, capsys):
     told = capsys.readouterr().out
     asked = [a for a in campaign.command(job, pathlib.Path("OUT"), pathlib.Path("SCRATCH")) if a.startswith("--")]
     assert stop.value.code == 0 and all(a in told for a in asked), (asked, told)
-    assert job.name in results_files.COMMANDS  # the report knows what it makes
+    assert job.module in results_files.COMMANDS  # the report knows what it makes
 
 
 def test_names_are_checked_and_listed(capsys):
@@ -53,7 +53,8 @@ def test_names_are_checked_and_listed(capsys):
     assert "bench.layers" in lines[0] and "bench.decode" in lines[1] and "--out OUT/decode_flash_rank.json" in lines[1]
     assert campaign.main(["--list", "--ranks", "4", "--layers", "12"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("bench.")[1].split()[0] for line in lines] == ["ranks_check", "exchange", "decode", "layers"]
+    assert [line.split("bench.")[1].split()[0] for line in lines] == ["ranks_check", "exchange", *["decode", "layers"] * 2]
+    assert "--exchange-parts 2" in lines[4] and lines[5].split("--trace ")[1].split()[0] in lines[4]
     assert "--ranks 4 --layers 12" in lines[2] and lines[3].endswith("--out OUT/layers_flash_4ranks_12layers.json")
     with pytest.raises(SystemExit):
         campaign.main(["--jobs", "decode,typo", "--out", "x"])

@@ -12,6 +12,8 @@ import pytest
 
 from bench import decode, floors, presets
 from bench.common import Peaks
+from bench.compile_report import make_exchange
+from sharding.exchange import AllToAllExchange
 
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -22,6 +24,13 @@ def test_wrong_ranks_are_refused():
         decode.make_bench(decode.parse(["--preset", "tiny", "--ranks", "64"]), watch)
     with pytest.raises(ValueError, match="--exchange gather: expected --ranks"):
         decode.make_bench(decode.parse(["--preset", "tiny", "--exchange", "gather"]), watch)
+    with pytest.raises(ValueError, match="--exchange-parts 2: expected --ranks"):
+        decode.make_bench(decode.parse(["--preset", "tiny", "--exchange-parts", "2"]), watch)
+    with pytest.raises(ValueError, match="expected one of gather, reduce_scatter, all_to_all, ragged, got 'scatter'"):
+        make_exchange("scatter", 4)
+    with pytest.raises(ValueError, match="parts >= 1"):
+        make_exchange("gather/0", 4)
+    assert make_exchange("all_to_all/2", 4) == AllToAllExchange(4, parts=2)
 
 
 def test_released_host_workload_is_the_release():
@@ -36,14 +45,14 @@ def test_four_ranks_run_the_protocol(tmp_path):
     path = tmp_path / "ranks.json"
     env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS)
     command = [sys.executable, "-m", "bench.decode", "--preset", "tiny", "--ranks", "4", "--layers", "3", "--steps", "3",
-               "--warmup", "1", "--rounds", "2", "--out", str(path)]  # fmt: skip
+               "--exchange-parts", "2", "--warmup", "1", "--rounds", "2", "--out", str(path)]  # fmt: skip
     done = subprocess.run(command, env=env, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     got = json.loads(path.read_text())
     r, p = got["result"], got["protocol"]
     assert (p["ranks"], p["batch"], p["acceptance"], len(r["rounds_step_ms"])) == (4, 2, "forced", 2)
     assert r["tps_aggregate"] == pytest.approx(8 * r["tps_per_request"], rel=1e-3)
-    assert any("4 ranks, 2 requests each, exchange gather" in note for note in p["notes"])
+    assert any("4 ranks, 2 requests each, exchange gather in 2 parts" in note for note in p["notes"])
     w = presets.workload("tiny", layers=3)
     peaks = Peaks(**{**got["peaks"], "notes": ()})
     whole, rank = (floors.step_floor(x, 5, peaks)["ms"] for x in (w, dataclasses.replace(w, config=presets.rank_of(w.config, 4))))

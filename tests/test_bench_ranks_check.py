@@ -58,11 +58,11 @@ def test_two_ranks_equal_one_device_in_every_bit(tmp_path):
     path = tmp_path / "check.json"
     env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS.replace("=4", "=2"))
     command = [sys.executable, "-m", "bench.ranks_check", "--preset", "tiny", "--layers", "3", "--ranks", "2",
-               "--exchanges", "gather", "--out", str(path)]  # fmt: skip
+               "--exchanges", "gather/2", "--out", str(path)]  # fmt: skip
     done = subprocess.run(command, env=env, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     got = json.loads(path.read_text())
-    r = got["result"]["gather"]
+    r = got["result"]["gather/2"]
     assert (r["steps"], r["steps_with_equal_tokens"], r["equal_slots_and_pages"]) == (3, 3, 1.0)
     assert r["largest_confidence_difference"] == 0.0 and r["all_finite"] and r["tokens"] > 9
     assert got["protocol"]["precision"] == "released"
