@@ -182,11 +182,12 @@ def _piece(row, L4: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of(pages, column, STEP: gl.constexpr, TILES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
-    """Page ids (scalars) of TILES tiles of keys, STEP columns apart from `column` on, 0 past the table."""
+def _pages_of(pages, column, lane, STEP: gl.constexpr, TILES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
+    """Page ids of TILES tiles of keys, STEP columns apart from `column` on, 0 past the table. They are asked for by lane
+    (i32[n], 0..3): a scalar would be waited for at once, to be put in a uniform register."""
     ids = ()
     for i in gl.static_range(TILES):
-        at = column + i * STEP
+        at = column + i * STEP + lane
         ids = ids + (gl.load(pages + at // E, mask=at < COLUMNS * E, other=0),)
     return ids
 
@@ -205,17 +206,82 @@ def _load_window(
         page = page_ids[i]
         live = (page > 0) & (page < PAGES)
         entry = (column + i * STEP) % E
-        base = pool + gl.where(live, page, 0).to(gl.int64) * (E * 68)
-        at = gl.expand_dims(gl.expand_dims(key * 16, 1) + gl.expand_dims(group * 4, 0), 2)
-        at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
-        seen = (key >= 0) & live
-        w = gl.load((base + entry * 64).to(gl.pointer_type(gl.int32)) + at,
-                    mask=gl.expand_dims(gl.expand_dims(seen, 1), 2), other=0)  # fmt: skip
-        at = gl.expand_dims(key * 4, 1) + gl.expand_dims(group, 0)
-        s = gl.load(base + (E * 64 + entry * 4) + at, mask=gl.expand_dims(seen, 1), other=0)
+        base = pool + gl.where(live, page, 0).to(gl.int64) * (E * 68)  # [n], as all of this
+        words_at = (base + (entry * 64 + key * 64)).to(gl.pointer_type(gl.int32))
+        words_at = gl.expand_dims(gl.expand_dims(words_at, 1) + gl.expand_dims(group * 4, 0), 2)
+        seen = gl.expand_dims(live, 1)
+        w = gl.load(words_at + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=gl.expand_dims(seen, 2), other=0)
+        scales_at = gl.expand_dims(base + (entry * 4 + key * 4 + E * 64), 1) + gl.expand_dims(group, 0)
+        s = gl.load(scales_at, mask=seen, other=0)
         words = words + (w,)
         scales = scales + (s,)
     return words, scales
+
+
+@gluon.jit
+def _gather(at, own, factors_at, piece, line_of):
+    """A tile's keys by the ring slots listed at `at` (i32[n], their blocks' words) -> (low, high u8[n, 4, 4, 4], f32[n])."""
+    slot_at = _read_word(at)
+    factor = _read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
+    low, high = _read_keys(_over_bytes(own + slot_at, tile_layout(4)) + piece)
+    return low, high, factor
+
+
+@gluon.jit
+def _store_row(score, line, stop):
+    """Column 0 of bf16[n, 8] scores to line[0 .. min(n, stop)), row by row as `_key_of_row` says."""
+    LAYOUT: gl.constexpr = score.type.layout
+    c = gl.expand_dims(_key_of_row(gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))), 1)
+    alone = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) == 0, 0)
+    gl.store(line + c + gl.where(alone, 0, 0), score, mask=(c < stop) & alone)
+
+
+@gluon.jit
+def _score_rows(
+    out, work_at, half, lists_at, own, factors_at, q_low, q_high, weights, ones, SP: gl.constexpr, HALVES: gl.constexpr,
+    SHARE: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, LIST: gl.constexpr,
+):  # fmt: skip
+    """Score what the lists of the SHARE rows from `out` on hold, a tile of every row in turn: the product of one row runs
+    while another's is summed. Returns 1 if any row of the request has more candidates in this window, 0 if none has."""
+    TILE: gl.constexpr = 64
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    line_of = gl.arange(0, TILE, key_layout(4))  # rows of the product
+    block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
+    piece = _piece(line_of, tile_layout(4))
+    most = 0
+    lines, stops, ws = (), (), ()
+    for r in gl.static_range(SHARE):
+        taken, pending, end, _ = _read_four(work_at + (half * SP + r) * 16)
+        stop = gl.minimum(taken * BLOCK, end - pending * BLOCK)
+        lines = lines + (out + r * WIDTH + pending * BLOCK,)
+        stops = stops + (stop,)
+        ws = ws + (weights.index(half * SHARE + r).load(gl.SliceLayout(0, M)),)
+        most = gl.maximum(most, stop)
+    for c in range(0, most, TILE):
+        at = lists_at + c // 2 + block * 4
+        keys = (_gather(at, own, factors_at, piece, line_of),)
+        if SHARE > 1:
+            keys = keys + (_gather(at + LIST * 4, own, factors_at, piece, line_of),)
+        s = half * SHARE
+        ahead = start_products(operand(keys[0][0], M), operand(keys[0][1], M), q_low.index(s), q_high.index(s), HEADS, M)
+        for r in gl.static_range(SHARE):
+            products = ahead
+            if r + 1 < SHARE:
+                s = half * SHARE + (r + 1)
+                ahead = start_products(
+                    operand(keys[r + 1][0], M), operand(keys[r + 1][1], M), q_low.index(s), q_high.index(s), HEADS, M
+                )  # fmt: skip
+                products = warpgroup_mma_wait(2, deps=[products])
+                if r + 2 < SHARE:
+                    keys = keys + (_gather(at + (r + 2) * (LIST * 4), own, factors_at, piece, line_of),)
+            else:
+                products = warpgroup_mma_wait(0, deps=[products])
+            _store_row(sums(products, ws[r], ones, keys[r][2]), lines[r] + c, stops[r] - c)
+    again = 0
+    for r in gl.static_range(SHARE):
+        for h in gl.static_range(HALVES):
+            again = again | _read_four(work_at + (h * SP + r) * 16)[3]
+    return again
 
 
 @gluon.jit
@@ -236,6 +302,14 @@ def _score_windows(
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     L4: gl.constexpr = tile_layout(4)
     IL: gl.constexpr = list_layout(SP, LIST)
+    rows = gl.minimum(SHARE, S - half * SHARE)
+    for r in range(rows):
+        s = half * SHARE + r
+        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
+        weights.index(s).store(w)
+    fence_async_shared()
+    gl.thread_barrier()
+
     factors_at = own + (RING + 1) * (BLOCK * 128)
     lists_at = factors_at + (RING + 1) * (BLOCK * 4)
     work_at = lists_at + HALVES * SP * (LIST * 4)
@@ -244,10 +318,7 @@ def _score_windows(
     block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
     piece = _piece(line_of, L4)
     first_column = half * TILE
-    page_ids = _pages_of(pages, k * (FRESH * BLOCK) + first_column, HALVES * TILE, TILES, E, COLUMNS)
-    next_pages = _pages_of(pages, (k + 1) * (FRESH * BLOCK) + first_column, HALVES * TILE, TILES, E, COLUMNS)
-
-    rows = gl.minimum(SHARE, S - half * SHARE)
+    page_ids = _pages_of(pages, k * (FRESH * BLOCK) + first_column, line_of % 4, HALVES * TILE, TILES, E, COLUMNS)
     share = gl.arange(0, SP, gl.SliceLayout(1, IL))
     row = b * S + half * SHARE + share
     i = gl.expand_dims(gl.arange(0, LIST, gl.SliceLayout(0, IL)), 0)
@@ -269,16 +340,10 @@ def _score_windows(
     pending = gl.where(k > 0, pending, 0)  # ids below 0 go with the first window
     listed = gl.expand_dims(pending, 1) + i
     listed = gl.load(ids + listed, mask=listed < counts, other=NEVER)
-    words, scales = _load_window(pool_ptr, page_ids, k * (FRESH * BLOCK) + first_column, key, HALVES, TILES, PAGES, E)
-    for r in range(rows):
-        s = half * SHARE + r
-        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
-        weights.index(s).store(w)
-    fence_async_shared()
-    gl.thread_barrier()
     decoded = k - 1  # last window that the ring holds
     while k < stop:
         v = k * FRESH
+        words, scales = _load_window(pool_ptr, page_ids, v * BLOCK + first_column, key, HALVES, TILES, PAGES, E)
         bound = gl.where(k + 1 == windows, NEVER, v + FRESH)
         n = gl.sum((listed < bound).to(gl.int32), 1)
         whole = n // PER * PER
@@ -303,37 +368,11 @@ def _score_windows(
         pending += taken
         listed = gl.expand_dims(pending, 1) + i
         listed = gl.load(ids + listed, mask=listed < counts, other=NEVER)
-        column = (k + 1) * (FRESH * BLOCK) + first_column
-        words, scales = _load_window(pool_ptr, next_pages, column, key, HALVES, TILES, PAGES, E)
-        next_pages = _pages_of(pages, column + FRESH * BLOCK, HALVES * TILE, TILES, E, COLUMNS)
-        again = 0  # whether any row of the request has candidates in this window beyond its list
-        if HALVES > 1:
-            for r in range(S - rows):
-                again = again | _read_four(work_at + ((1 - half) * SP + r) * 16)[3]
-        for r in range(rows):
-            taken_r, pending_r, end_r, full = _read_four(work_at + (half * SP + r) * 16)
-            again = again | full
-            s = half * SHARE + r
-            w = weights.index(s).load(gl.SliceLayout(0, M))
-            line = out_ptr + (b * S + s).to(gl.int64) * WIDTH + pending_r * BLOCK
-            last = gl.minimum(taken_r * BLOCK, end_r - pending_r * BLOCK)
-            for c in range(0, last, TILE):
-                slot_at = _read_word(lists_at + (half * SP + r) * (LIST * 4) + c // 2 + block * 4)
-                factor = _read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
-                low, high = _read_keys(_over_bytes(own + slot_at, L4) + piece)
-                products = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
-                products = warpgroup_mma_wait(0, deps=[products])
-                _store_row(sums(products, w, ones, factor), line + c, last - c)
-        k += 1 - again
-
-
-@gluon.jit
-def _store_row(score, line, stop):
-    """Column 0 of bf16[n, 8] scores to line[0 .. min(n, stop)), row by row as `_key_of_row` says."""
-    LAYOUT: gl.constexpr = score.type.layout
-    c = gl.expand_dims(_key_of_row(gl.arange(0, score.shape[0], gl.SliceLayout(1, LAYOUT))), 1)
-    alone = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) == 0, 0)
-    gl.store(line + c + gl.where(alone, 0, 0), score, mask=(c < stop) & alone)
+        page_ids = _pages_of(pages, (k + 1) * (FRESH * BLOCK) + first_column, line_of % 4, HALVES * TILE, TILES, E, COLUMNS)
+        k += 1 - _score_rows(
+            out_ptr + (b * S + half * SHARE).to(gl.int64) * WIDTH, work_at, half, lists_at + half * SP * (LIST * 4), own,
+            factors_at, q_low, q_high, weights, ones, SP, HALVES, SHARE, HEADS, WIDTH, LIST,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -365,9 +404,10 @@ def request_blocks(
         live = gl.minimum(gl.maximum(gl.load(end_ptr + b * S + s), 0), WIDTH)
         fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
     own = _own_shared(BYTES)
-    q_low = gl.allocate_shared_memory(gl.float8e4nv, [S, HEADS, 64], SHARED)
-    q_high = gl.allocate_shared_memory(gl.float8e4nv, [S, HEADS, 64], SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [S, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ROWS: gl.constexpr = (S + HALVES - 1) // HALVES * HALVES
+    q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
     line_of = gl.arange(0, 64, key_layout(4))
     head_sums(ones, HEADS, HEADS)
