@@ -140,19 +140,25 @@ def recomputed(hlo: str) -> int:
     return sum(".remat" in op.name for ops in computations(hlo)[1].values() for op in ops)
 
 
-def overlapped(hlo: str) -> dict[str, int]:
-    """{"asynchronous": collectives with other work scheduled between start and done, "exposed": the others}."""
-    _, comps = computations(hlo)
-    counts = {"asynchronous": 0, "exposed": 0}
-    for ops in comps.values():
+def transfers(hlo: str) -> list[tuple[str, list[Op]]]:
+    """[(collective, what is launched between its start and its end)] in the order of their ends; nothing is between those
+    of one instruction. Of every computation, once."""
+    out = []
+    for ops in computations(hlo)[1].values():
         places = {op.name: i for i, op in enumerate(ops)}
         for i, op in enumerate(ops):
-            if _base(op.opcode) and not op.opcode.endswith("-start"):
-                counts["exposed"] += 1
-            if not op.opcode.endswith("-done") or _base(op.opcode.removesuffix("-done")) is None:
+            kind = _base(op.opcode.removesuffix("-done"))
+            if kind is None or op.opcode.endswith("-start"):
                 continue
-            start = re.search(r"%?([\w.\-]+)\)?", op.line.split(f" {op.opcode}(", 1)[1])
-            between = ops[places.get(start.group(1), i) + 1 : i]
-            busy = any(o.opcode not in _HANDLES for o in between)
-            counts["asynchronous" if busy else "exposed"] += 1
-    return counts
+            start = i
+            if op.opcode.endswith("-done"):
+                operand = re.search(r"%?([\w.\-]+)\)?", op.line.split(f" {op.opcode}(", 1)[1])
+                start = places.get(operand.group(1), i)
+            out.append((kind, [o for o in ops[start + 1 : i] if o.opcode not in _HANDLES]))
+    return out
+
+
+def overlapped(hlo: str) -> dict[str, int]:
+    """{"asynchronous": collectives with other work scheduled between start and done, "exposed": the others}."""
+    busy = [bool(between) for _, between in transfers(hlo)]
+    return {"asynchronous": sum(busy), "exposed": len(busy) - sum(busy)}

@@ -57,6 +57,8 @@ def test_reads_a_schedule():
     assert len(copies) == 1 and "%moved" in copies[0]
     assert not hlo_report.pool_copies(HLO, {("f32", 6 * 1024), ("u8", 80 * 148)})
     assert hlo_report.overlapped(HLO) == {"asynchronous": 1, "exposed": 2}
+    beside = [(kind, [op.name for op in ops]) for kind, ops in hlo_report.transfers(HLO)]
+    assert beside == [("all-gather", ["moved"]), ("all-to-all", []), ("reduce-scatter", [])]
 
 
 @with_plugin
