@@ -124,15 +124,15 @@ def attention(
             pools.pending[i] = pending
     with jax.named_scope("qb"):
         qb = fp8_linear(qr, params.qb, p, options)
-        index_columns = c.index_n_heads * c.index_head_dim if layer.scores else 0
-        q = qb[:, index_columns:].reshape(b, s, c.num_attention_heads, c.head_dim)
     if layer.scores:
         with jax.named_scope("indexer"):
+            keys = pools.index[layer.kv_source]
             carry.selection, carry.candidates = indexer.select(
                 layer,
-                indexer.index_queries(qb[:, :index_columns], ratio, c, p),
-                indexer.head_weights(u, params.weights_proj[...], c),
-                pools.index[layer.kv_source],
+                *indexer.index_queries(
+                    layer, u, qb, params.weights_proj[...], keys, ratio, carry.candidates, c, p, options
+                ),
+                keys,
                 plan,
                 ratio,
                 pools.global_kv[layer.kv_source],
@@ -142,7 +142,7 @@ def attention(
             )
     with jax.named_scope("sparse_attention"):
         o = sparse_attention(
-            q,
+            qb.reshape(b, s, -1),  # the main columns are read where they lie, behind the index columns if there are any
             pools.window[layer.index],
             plan.slots,
             plan.positions,
@@ -154,6 +154,7 @@ def attention(
             window=c.sliding_window,
             scale=c.head_dim**-0.5,
             rotate_query=True,
+            first=c.index_n_heads * c.index_head_dim if layer.scores else 0,
             impl=options.impl("sparse_attention"),
         )
     with jax.named_scope("output_projection"):

@@ -16,6 +16,7 @@ from pallas_kernels.global_producer import api as global_producer
 from pallas_kernels.hyper_coefficients import api as hyper_coefficients
 from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.hyper_leave import api as hyper_leave
+from pallas_kernels.index_query import api as index_query
 from pallas_kernels.index_score import api as index_score
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import api as select_tokens
@@ -75,6 +76,8 @@ def explain_operators(
             _bf16(shapes.rows, c.hc_mult, c.hidden_size), _f32(shapes.rows, c.hc_mult), _bf16(c.hidden_size),
             eps=c.rms_norm_eps, arch=arch),
         "hyper_leave": lambda: hyper_leave.explain(*shapes.site(), arch=arch),
+        "index_query": lambda: index_query.explain(
+            *shapes.query(), heads=c.index_n_heads, dim=c.index_head_dim, arch=arch),
         "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
         "index_score_blocks": lambda: index_score.explain_blocks(
             *shapes.index(), _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows),
@@ -148,6 +151,12 @@ class _Shapes:
         q = (_u8(self.rows, c.index_n_heads, j // 2), _u8(self.rows, c.index_n_heads, j // 32))
         pool = _u8(self.geometry.pages, self.geometry.page_tokens * codecs.index_record_bytes(j))
         return q, _bf16(self.rows, c.index_n_heads), pool, _i32(self.batch, self.columns)
+
+    def query(self):
+        c, t = self.c, self.rows
+        columns = c.index_n_heads * c.index_head_dim + c.num_attention_heads * c.head_dim
+        angles = _f32(t, c.qk_rope_head_dim // 2)
+        return _bf16(t, columns), _f32(t, c.index_n_heads), angles, angles
 
     def attention(self):
         c, g, d = self.c, self.geometry, self.c.head_dim

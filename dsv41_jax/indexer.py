@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax import rope
 from dsv41_jax.cache import entry_slots
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import matmul
@@ -13,9 +12,9 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.plan import RatioPlan, StepPlan
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import LayerSpec
-from pallas_kernels import codecs
 from pallas_kernels.candidate_blocks.api import candidate_blocks
-from pallas_kernels.index_score.api import index_score, index_score_blocks
+from pallas_kernels.index_query.api import index_query
+from pallas_kernels.index_score.api import index_score, index_score_blocks, reads_packed
 from pallas_kernels.select_tokens.api import select_tokens
 from pallas_kernels.sparse_plan.api import SparsePlan, sparse_plan
 
@@ -30,33 +29,41 @@ class Selection:
     slots: jax.Array
 
 
+def _scores_blocks(layer: LayerSpec, candidates: SparsePlan | None) -> bool:
+    """Whether the layer scans candidate blocks only."""
+    return layer.restricted and candidates is not None
+
+
 def index_queries(
-    projected,  # dtype[T, I*J], the index columns of QB
+    layer: LayerSpec,
+    u,  # dtype[T, H]
+    qb,  # dtype[T, I*J + N*D], product of QB: its index columns are read where they lie
+    weight,  # bf16[I, H], head weights
+    index_pool,
     ratio: RatioPlan,
+    candidates: SparsePlan | None,
     c: ModelConfig,
     p: Precision,
+    options: DecodeOptions,
 ):
-    """Rotated at the row's own position: dtype[T, I, J], or where the cache is quantised its MXFP4 form (payload
-    u8[T, I, J/2], scales u8[T, I, J/32]), which a scorer of FP4 products reads as it is and any other decodes."""
-    q = projected.reshape(projected.shape[0], c.index_n_heads, c.index_head_dim)
-    q = rope.rotate(q, ratio.cos[:, None], ratio.sin[:, None])
-    return codecs.quantize_mxfp4(q) if p.quantise_cache else q
-
-
-def head_weights(
-    u,  # dtype[T, H]
-    weight,  # bf16[I, H]
-    c: ModelConfig,
-):
-    """dtype[T, I], signed, scaled by J^-0.5 * I^-0.5 (2^-6 at release, so exact)."""
-    w = matmul(u, weight)
-    return codecs.rounded(w.astype(jnp.float32) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5), u.dtype)
+    """(q, weights dtype[T, I]) of `index_query`, rotated at the row's own position, in the form that the layer's scorer
+    multiplies: where the cache is quantised MXFP4, packed or decoded."""
+    blocks = candidates.sparse_indices.shape[1] if _scores_blocks(layer, candidates) else 0
+    form = "exact"
+    if p.quantise_cache:
+        weights = jax.ShapeDtypeStruct((qb.shape[0], c.index_n_heads), qb.dtype)
+        packed = reads_packed(weights, index_pool, ratio.index_table, dim=c.index_head_dim, blocks=blocks,
+                              block_size=c.candidate_block_size,
+                              impl=options.impl("index_score_blocks" if blocks else "index_score"))  # fmt: skip
+        form = "packed" if packed else "values"
+    return index_query(qb, matmul(u, weight, jnp.float32), ratio.cos, ratio.sin, heads=c.index_n_heads,
+                       dim=c.index_head_dim, form=form, impl=options.impl("index_query"))  # fmt: skip
 
 
 def select(
     layer: LayerSpec,
-    q,  # of index_queries
-    weights,  # dtype[T, I]
+    q,  # of index_queries, as are
+    weights,
     index_pool,
     plan: StepPlan,
     ratio: RatioPlan,
@@ -72,7 +79,7 @@ def select(
     """
     b, s = plan.shape
     visible = ratio.visible
-    if layer.restricted and candidates is not None:
+    if _scores_blocks(layer, candidates):
         logits = index_score_blocks(q, weights, index_pool, ratio.index_table, candidates.sparse_indices, candidates.end,
                                     block_size=c.candidate_block_size, impl=options.impl("index_score_blocks"))  # fmt: skip
         indices = select_tokens(logits, candidates.end, k=c.index_topk, block_ids=candidates.sparse_indices, causal=visible,

@@ -1,8 +1,9 @@
-"""Norm, rotation and record scales of one row, in operations that Pallas lowers to Triton: `row_ops` and `codecs`."""
+"""Norm, rotation, scales and MXFP4 codes of one row, in operations that Pallas lowers to Triton: `row_ops` and `codecs`."""
 
 import jax
 import jax.numpy as jnp
 
+from .codecs import FP4_MAX, GROUP, MXFP4_FLOOR
 from .triton_e4m3 import bits_of, ceil_exponent, float_of
 
 MOST_POOL_BYTES = 2**31  # Triton's offsets are signed 32-bit numbers
@@ -17,7 +18,7 @@ def refuses_rows(dim: int, pairs: int, *pools) -> str | None:
         return f"{pairs} rotary pairs in {dim} channels"
     for pool in pools:
         if pool.size * pool.dtype.itemsize >= MOST_POOL_BYTES:
-            return f"a pool of {pool.size * pool.dtype.itemsize} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
+            return f"an array of {pool.size * pool.dtype.itemsize} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
     return None
 
 
@@ -36,20 +37,22 @@ def normalised(
 
 
 def rotated(
-    x,  # bf16[D]
+    x,  # bf16[..., D]
     cos,  # ref f32[T, R/2]
     sin,  # ref f32[T, R/2]
     row,  # i32[]
 ):
-    """(even, odd) f32[D/2]: channels 0, 2, ... and 1, 3, ... after `row_ops.rotate`, rounded to bf16."""
+    """(even, odd) f32[..., D/2]: channels 0, 2, ... and 1, 3, ... after `row_ops.rotate`, rounded to bf16."""
     from jax.experimental.pallas import triton as plt
 
-    half, pairs = x.shape[0] // 2, cos.shape[1]
-    even, odd = (part.astype(jnp.float32) for part in jnp.unstack(x.reshape(half, 2), axis=-1))
+    *heads, dim = x.shape
+    half, pairs = dim // 2, cos.shape[1]
+    even, odd = (part.astype(jnp.float32) for part in jnp.unstack(x.reshape(*heads, half, 2), axis=-1))
     pair = jax.lax.broadcasted_iota(jnp.int32, (half,), 0) - (half - pairs)
     turned = pair >= 0
     c = plt.load(cos.at[row, pair], mask=turned, other=1.0)
     s = plt.load(sin.at[row, pair], mask=turned, other=0.0)
+    turned, c, s = (jnp.broadcast_to(x, even.shape) for x in (turned, c, s))
     rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
     # not a product with 1 and 0 where nothing turns: that would lose the signs of zeros
     return jnp.where(turned, rounded(even * c - odd * s), even), jnp.where(turned, rounded(even * s + odd * c), odd)
@@ -73,3 +76,49 @@ def inverse_power(exponent):
 def sign_bit(x):
     """f32 -> i32: 1 where the sign is set, zeros too."""
     return (bits_of(x) >> 31) & 1
+
+
+def _mxfp4(even, odd):
+    """f32[..., D/2] each -> (exponents i32[G], magnitudes of either over their scale f32[G, 16], at most 6)."""
+    exponent = e8m0_exponents(largest(even, odd, GROUP // 2), MXFP4_FLOOR, FP4_MAX)
+    # scaled here, a power of two: 2**-126, the scale of an all but zero group, has no normal quarter
+    scale = inverse_power(exponent)[:, None]
+    return exponent, *(jnp.abs(x).reshape(-1, GROUP // 2) * scale for x in (even, odd))
+
+
+def _rounded_bits(a):
+    """f32 1 <= a <= 6 -> i32: bits of which those from 22 on are the nearest e2m1 value's, ties to even."""
+    bits = bits_of(a)
+    return bits + ((1 << 21) - 1) + ((bits >> 22) & 1)
+
+
+def mxfp4_codes(
+    even,  # f32[..., D/2] bf16 numbers
+    odd,  # f32[..., D/2]
+):
+    """`codecs.quantize_mxfp4` of the channels in pairs: (codes i32[G, 16] of the even ones, of the odd ones, e8m0 bytes
+    i32[G])."""
+    exponent, *magnitudes = _mxfp4(even, odd)
+
+    def codes(x, a):
+        small = (a > 0.25).astype(jnp.int32) + (a >= 0.75).astype(jnp.int32)
+        code = jnp.where(a < 1.0, small, (_rounded_bits(a) >> 22) - 252)
+        return code | (sign_bit(x).reshape(code.shape) << 3)
+
+    return codes(even, magnitudes[0]), codes(odd, magnitudes[1]), exponent
+
+
+def mxfp4_values(
+    even,  # f32[..., D/2] bf16 numbers
+    odd,  # f32[..., D/2]
+):
+    """What `mxfp4_codes` decode to: f32[G, 16] of the even channels and of the odd ones."""
+    exponent, *magnitudes = _mxfp4(even, odd)
+    scale = float_of(exponent << 23)[:, None]
+
+    def values(x, a):
+        small = jnp.where(a > 0.25, jnp.where(a >= 0.75, 1.0, 0.5), 0.0)
+        rounded = jnp.where(a < 1.0, small, float_of(_rounded_bits(a) & -(1 << 22)))
+        return float_of(bits_of(rounded * scale) | (bits_of(x).reshape(a.shape) & -(2**31)))
+
+    return values(even, magnitudes[0]), values(odd, magnitudes[1])

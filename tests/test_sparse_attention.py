@@ -103,6 +103,24 @@ def test_rotates_the_query_on_request(dtype):
     assert np.abs((got - np.asarray(sparse_attention(**inputs, **specs.TINY.options))).astype(np.float64)).max() > 1e-2
 
 
+def behind(inputs, first):
+    """The same queries as the last columns of wider rows."""
+    q = inputs["q"]
+    rows = np.concatenate([np.full((*q.shape[:2], first), np.nan, q.dtype), q.reshape(*q.shape[:2], -1)], -1)
+    return inputs | dict(q=rows)
+
+
+def test_queries_are_read_behind_other_columns():
+    inputs = specs.TINY.make_inputs(seed=9)
+    want = sparse_attention(**inputs, **specs.TINY.options, rotate_query=True)
+    for first in (0, 24):
+        got = sparse_attention(**behind(inputs, first), **specs.TINY.options, rotate_query=True, first=first)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    for first, q in ((0, behind(inputs, 2)), (-256, behind(inputs, 0)), (256, behind(inputs, 0)), (24, inputs)):
+        with pytest.raises(ValueError, match="expected"):
+            sparse_attention(**q, **specs.TINY.options, first=first)
+
+
 @pytest.mark.parametrize("context", [0, 1, 6, 7, 8, 11, 12, 40])
 def test_window_edges(context):
     """Sequences shorter than, equal to and longer than the window and the ring."""
@@ -250,6 +268,15 @@ def test_kernel_rotates_the_query(impl, spec):
     got = kernel_against_reference(impl, spec, inputs, rotate_query=True)
     apart = np.abs(got - kernel_against_reference(impl, spec, turned(inputs))).max()
     assert apart <= 2e-2 * np.abs(got).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 4096])
+def test_kernel_reads_queries_behind_other_columns(impl, first):
+    inputs = specs.SMALL.make_inputs(seed=17)
+    options = specs.SMALL.options | {"rotate_query": True, "impl": impl}
+    run = lambda inputs, **more: np.asarray(sparse_attention(**inputs, **options, **more))
+    np.testing.assert_array_equal(run(behind(inputs, first), first=first), run(inputs))
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import codecs
 from pallas_kernels.sparse_attention import one_pass, specs
 from tests import deviceless
-from tests.test_sparse_attention import loop, poisoned, turned
+from tests.test_sparse_attention import behind, loop, poisoned, turned
 
 TILE = 4  # several tiles of window and selected keys, the last of each not full
 SMALL = dataclasses.replace(specs.TINY, dim=128)  # the fewest channels whose records are whole words
@@ -61,6 +61,13 @@ def test_draft_bounds_and_empty_rows():
         got = run(inputs, spec, window_start=start, window_end=end)
         check(got, loop(**inputs, **spec.options, bounds=(start, end)))
         assert not got[1].any() and got[0].any()
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_queries_are_read_behind_other_columns(rotate):
+    inputs = SMALL.make_inputs(seed=4)
+    got = run(behind(inputs, 3 * SMALL.dim), SMALL, rotate_query=rotate, first=3 * SMALL.dim)
+    np.testing.assert_array_equal(got, run(inputs, SMALL, rotate_query=rotate))
 
 
 def words(records):

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..codecs import FP4_MAX, FP8_MAX, GROUP, MXFP4_FLOOR, NV_GROUP, NVFP4_FLOOR, sixth, to_e2m1
+from ..codecs import FP8_MAX, GROUP, NV_GROUP, NVFP4_FLOOR, sixth, to_e2m1
 from ..row_ops import matmul
 from ..triton_e4m3 import code_of, value_of
-from ..triton_rows import e8m0_exponents, inverse_power, largest, normalised, refuses_rows, rotated, warps
+from ..triton_rows import largest, mxfp4_codes, normalised, refuses_rows, rotated, warps
 from .reference import pending_row, pool_rows
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
@@ -104,11 +104,8 @@ def _keys(keys, norm, cos, sin, slots, _, pool, *, eps: float):
     per_page, slot = pool.shape[1] // (half + groups), slots[row]
     key = normalised(keys[row, :].astype(jnp.float32), norm[:].astype(jnp.float32), eps)
     even, odd = rotated(key, cos, sin, row)
-    exponent = e8m0_exponents(largest(even, odd, GROUP // 2), MXFP4_FLOOR, FP4_MAX)
-    scale = inverse_power(exponent)[:, None]
-    # scaled here, a power of two: 2**-126, the scale of an all but zero group, has no normal quarter
-    nibbles = lambda x: to_e2m1(x.reshape(groups, GROUP // 2) * scale)
-    packed = (nibbles(even) | (nibbles(odd) << 4)).reshape(half)
+    low, high, exponent = mxfp4_codes(even, odd)
+    packed = (low | (high << 4)).reshape(half).astype(jnp.uint8)
 
     @pl.when((slot >= 0) & (slot < pool.shape[0] * per_page))
     def _store():

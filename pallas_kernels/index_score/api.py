@@ -1,5 +1,6 @@
 """index_score and index_score_blocks: indexer logits over all visible columns, or over candidate blocks only."""
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
@@ -10,6 +11,7 @@ OP_BLOCKS = "index_score_blocks"
 
 __all__ = [
     "BLOCK_IMPLEMENTATIONS", "IMPLEMENTATIONS", "explain", "explain_blocks", "index_score", "index_score_blocks",
+    "reads_packed",
 ]  # fmt: skip
 
 
@@ -131,3 +133,28 @@ def explain_blocks(*args, block_size: int = 8, impl: str = "auto", arch: str | N
         OP_BLOCKS, BLOCK_IMPLEMENTATIONS, impl, arch, *args, block_size=block_size
     )
     return {"chosen": chosen.name, **against}
+
+
+def reads_packed(
+    head_weights,  # dtype[T, heads], array or ShapeDtypeStruct
+    index_pool,  # as in index_score, as are all others
+    table,
+    *,
+    dim: int,
+    blocks: int = 0,
+    block_size: int = 8,
+    impl: str = "auto",
+    arch: str | None = None,
+) -> bool:
+    """Whether the scorer of such arguments (of `blocks` candidate blocks a row, if any) multiplies the MXFP4 form of its
+    queries; any other decodes it first, so its queries may as well come decoded. Raises ValueError like the scorers."""
+    rows, heads = head_weights.shape
+    array = jax.ShapeDtypeStruct
+    q = array((rows, heads, dim // 2), jnp.uint8), array((rows, heads, dim // codecs.GROUP), jnp.uint8)
+    bound = array((rows,), jnp.int32)
+    if blocks:
+        args = (q, head_weights, index_pool, table, array((rows, blocks), jnp.int32), bound)
+        chosen, _ = registry.resolve(OP_BLOCKS, BLOCK_IMPLEMENTATIONS, impl, arch, *args, block_size=block_size)
+    else:
+        chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, q, head_weights, index_pool, table, bound, fill=False)
+    return chosen.run in (blackwell.index_score, blackwell.index_score_blocks)

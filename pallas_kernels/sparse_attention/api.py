@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
 from pallas_kernels.sparse_attention import hopper, one_pass, reference
-from pallas_kernels.sparse_attention.reference import attend
+from pallas_kernels.sparse_attention.reference import attend, query_shape
 
 OP = "sparse_attention"
 
@@ -16,9 +16,14 @@ def _expect(condition, what, expected, got):
         raise ValueError(f"{OP}: {what} expected {expected}, got {got}")
 
 
-def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, window, bounds):
-    _expect(q.ndim == 4, "q", "[B, S, N, D]", q.shape)
-    batch, span, heads, dim = q.shape
+def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, window, bounds, first):
+    if q.ndim != 4:
+        _expect(sink.ndim == 1, "sink", "[N]", sink.shape)
+        heads = sink.shape[0]
+        fits = q.ndim == 3 and heads > 0 and 0 <= first < q.shape[2] and (q.shape[2] - first) % heads == 0
+        _expect(fits, "q", f"[B, S, N, D] or [B, S, {first} + {heads} * D]", q.shape)
+    _expect(q.ndim == 3 or first == 0, "first", "0 for q [B, S, N, D]", first)
+    batch, span, heads, dim = query_shape(q, sink, first)
     _expect(q.dtype in (jnp.bfloat16, jnp.float32), "q.dtype", "bfloat16 or float32", q.dtype)
     _expect(dim % codecs.GROUP == 0, "D", f"a multiple of {codecs.GROUP}", dim)
     record = codecs.window_record_bytes(dim) if window_pool.dtype == jnp.uint8 else dim
@@ -51,7 +56,7 @@ IMPLEMENTATIONS = (  # fastest first
 
 
 def sparse_attention(
-    q,  # bf16|f32[B, S, N, D]
+    q,  # bf16|f32[B, S, N, D], or [B, S, first + N*D] of which the last N*D columns are read where they lie
     window_pool,  # u8[n_slots, R, D + D/32] records, or f32[n_slots, R, D] values
     slots,  # i32[B], cache slot of each request; outside 0..n_slots-1 = invalid request
     positions,  # i32[B, S], position of each row, -1 = padding row
@@ -66,6 +71,7 @@ def sparse_attention(
     window_start=None,  # i32[B, S] or None
     window_end=None,  # i32[B, S] or None
     rotate_query: bool = False,
+    first: int = 0,
     impl: str = "auto",
     arch: str | None = None,
 ):
@@ -77,7 +83,7 @@ def sparse_attention(
     start=max(0, P-128), end=P+5 for all rows of a block. Nothing is de-duplicated. K = V = the record's D channels.
 
     rotate_query: the last 2r channels of `q` are rotated here first (adjacent pairs, fp32, rounded to q's dtype);
-    otherwise `q` arrives rotated.
+    otherwise `q` arrives rotated. first: columns of a three-dimensional `q` before the queries, whatever they hold.
 
     The dtype of `q` is the precision: bf16 rounds probabilities to bf16 before V, f32 is fp32 throughout. The result is
     rounded to q's dtype, then its last 2r channels are rotated back (adjacent pairs) and rounded again.
@@ -87,9 +93,10 @@ def sparse_attention(
     Raises ValueError for shapes that do not fit together, naming what was expected and got.
     """
     _validate(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, window,
-              (window_start, window_end))  # fmt: skip
+              (window_start, window_end), first)  # fmt: skip
     args = (q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin)
-    options = dict(window=window, scale=scale, window_start=window_start, window_end=window_end, rotate_query=rotate_query)
+    options = dict(window=window, scale=scale, window_start=window_start, window_end=window_end, rotate_query=rotate_query,
+                   first=first)  # fmt: skip
     chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, *args, **options)
     return chosen.run(*args, **options)
 

@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gluon_call
-from pallas_kernels.sparse_attention.reference import window_bounds
+from pallas_kernels.sparse_attention.reference import query_shape, window_bounds
 
 LOG2E = 1.4426950408889634
 SHIFT = 2.0**32  # the kernel's key planes hold keys / SHIFT
 
 
-def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, **options):
+def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *, first=0, **options):
     """Why the kernel does not take these arguments, or None."""
-    del slots, positions, global_slots, sink, cos, sin, options
-    heads, dim = q.shape[2:]
+    del slots, positions, global_slots, cos, sin, options
+    heads, dim = query_shape(q, sink, first)[2:]
     if reason := gluon_call.unavailable():
         return reason
     if q.dtype != jnp.bfloat16:
@@ -22,6 +22,8 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
         return "the pools hold values, the kernel reads packed records"
     if (heads, dim) != (64, 512):
         return f"{heads} heads of {dim} channels, the kernel is for 64 of 512"
+    if first % 8:
+        return f"queries behind {first} columns are not aligned to 16 bytes"
     if window_pool.shape[1] * window_pool.shape[2] % 16:
         return "the ring's bytes are no multiple of 16"
     if global_pool is not None and global_pool.size // 4 >= 2**31:
@@ -31,12 +33,12 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
 
 def sparse_attention(
     q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None, rotate_query=False,
+    window, scale, window_start=None, window_end=None, rotate_query=False, first=0,
 ):  # fmt: skip
-    """The operator (api.py has its contract) for bf16 q[B, S, 64, 512] and packed pools."""
+    """The operator (api.py has its contract) for bf16 q of 64 heads with 512 channels and packed pools."""
     from pallas_kernels.sparse_attention import hopper_kernel
 
-    batch, span, heads, dim = q.shape
+    shape = batch, span, heads, dim = query_shape(q, sink, first)
     bounds = window_start is not None or window_end is not None
     start, end = window_bounds(positions, window, window_start, window_end) if bounds else (positions, positions)
     entries, selected = 0, 0
@@ -47,9 +49,9 @@ def sparse_attention(
     return gluon_call.gluon_call(
         hopper_kernel.attention,
         q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(shape, q.dtype),
         grid=(batch * span, 1, 1), warps=8, compute_capability=90,
-        scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, PAIRS=cos.shape[-1],
+        scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
         BOUNDS=bounds, ROTATE=rotate_query,
     )  # fmt: skip

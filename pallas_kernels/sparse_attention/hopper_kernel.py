@@ -265,12 +265,12 @@ def _attend(
 @gluon.jit
 def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-    scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr,
+    scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
     BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """Program t computes query row t. start_ptr and end_ptr are read if BOUNDS; the query is rotated if ROTATE;
-    ENTRIES = P * E; K = selected slots."""
+    """Program t computes query row t, which lies behind FIRST other columns. start_ptr and end_ptr are read if BOUNDS; the
+    query is rotated if ROTATE; ENTRIES = P * E; K = selected slots."""
     H: gl.constexpr = D // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)  # the same bytes in 32-bit elements, for the decoder
@@ -278,7 +278,7 @@ def attention(
     t = gl.program_id(0)
     QL: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
     head, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, H, gl.SliceLayout(0, QL))
-    at = gl.expand_dims((t * N + head) * H, 1) + gl.expand_dims(channel, 0)
+    at = gl.expand_dims(t * (FIRST // 2 + N * H) + FIRST // 2 + head * H, 1) + gl.expand_dims(channel, 0)
     q = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + at)
     slot = gl.load(slots_ptr + t // S)
     position = gl.load(pos_ptr + t)

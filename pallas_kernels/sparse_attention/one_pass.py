@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.codecs import GROUP, NV_GROUP, cdiv, e8m0_to_f32
-from pallas_kernels.sparse_attention.reference import EMPTY_MAX, window_bounds
+from pallas_kernels.sparse_attention.reference import EMPTY_MAX, query_shape, window_bounds
 
 ARCHES = ("sm_100", "sm_103")  # for `auto`; by name it runs on sm_90 too
 TILE = 64  # keys: 64 KiB of bf16 beside the query's 64 KiB and two tiles of records
@@ -28,16 +28,18 @@ WORD = 4  # bytes
 E2M1_IN_E4M3 = 64.0  # an e2m1 code in the bits of an e4m3 one (exponent and mantissa aligned) is this much too small
 
 
-def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, **options):
+def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *, first=0, **options):
     """Why the kernel does not take these arguments, or None."""
-    del slots, positions, global_slots, sink, sin, options
-    heads, dim = q.shape[2:]
+    del slots, positions, global_slots, sin, options
+    heads, dim = query_shape(q, sink, first)[2:]
     if q.dtype != jnp.bfloat16:
         return f"q is {q.dtype}, the kernel is for bfloat16"
     if window_pool.dtype != jnp.uint8 or (global_pool is not None and global_pool.dtype != jnp.uint8):
         return "the pools hold values, the kernel reads packed records"
     if (heads, dim) != (64, 512):
         return f"{heads} heads of {dim} channels, the kernel is for 64 of 512"
+    if first % dim:
+        return f"queries behind {first} columns, the kernel skips whole heads"
     if (pairs := cos.shape[-1]) & (pairs - 1):
         return f"{pairs} rotary pairs, the kernel wants a power of two"
     return None
@@ -121,12 +123,14 @@ def _body(
     span: int, ring: int, n_slots: int, window: int, entries: int, selected: int, scale: float, rotate: bool,
     bounded: bool, tile: int, compiled: bool,
 ):  # fmt: skip
-    """q, out bf16[N, D] of one row; all else whole: records in words i32[n_slots * R, (D + D/32) / 4] and
-    i32[P * E, (D/2 + D/16) / 4], positions and bounds (read if `bounded`) i32[T], chosen i32[T, K], cos and sin f32[T, r]."""
+    """q bf16[others + N, D], out bf16[N, D] of one row; all else whole: records in words i32[n_slots * R, (D + D/32) / 4]
+    and i32[P * E, (D/2 + D/16) / 4], positions and bounds (read if `bounded`) i32[T], chosen i32[T, K], cos and sin
+    f32[T, r]."""
     from jax.experimental.pallas import triton as plt
 
     t = pl.program_id(0)
-    heads, dim = q.shape
+    heads, dim = out.shape
+    own = pl.ds(q.shape[0] - heads, heads)
     rotary = 2 * cos.shape[1]
     tail = pl.ds(dim - rotary, rotary)
     wait = plt.debug_barrier if compiled else lambda: None  # what other threads stored to `out` is read next
@@ -137,11 +141,12 @@ def _body(
     base = jnp.where(valid, slot, 0) * ring
     column = _iota((tile,), 0)
     if rotate:
-        plt.store(out.at[:, :], q[:, :], mask=_iota((heads, dim), 1) < dim - rotary)
-        out[:, tail] = _rotated(q[:, tail], cos[t, :], sin[t, :])
+        plt.store(out.at[:, :], q[own, :], mask=_iota((heads, dim), 1) < dim - rotary)
+        out[:, tail] = _rotated(q[own, tail], cos[t, :], sin[t, :])
         wait()
-        q = out
-    query = q[:, :]
+        query = out[:, :]
+    else:
+        query = q[own, :]
 
     def attend(decode, payload, scales, live, carry):
         # Always true, and gone after XLA's first passes: those move the transposition of K in front of whatever makes K,
@@ -185,18 +190,18 @@ def _body(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("window", "scale", "rotate_query", "interpret", "tile", "warps", "stages")
+    jax.jit, static_argnames=("window", "scale", "rotate_query", "first", "interpret", "tile", "warps", "stages")
 )  # lowered once for all layers
 def sparse_attention(
     q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None, rotate_query=False,
+    window, scale, window_start=None, window_end=None, rotate_query=False, first=0,
     interpret=False, tile=TILE, warps=WARPS, stages=STAGES,
 ):  # fmt: skip
     """The operator (api.py has its contract) for bf16 q and packed pools; interpreted, N, D >= 128 and r are any powers of
     two. tile: keys a step, a power of two."""
     from jax.experimental.pallas import triton as plt
 
-    batch, span, heads, dim = q.shape
+    shape = batch, span, heads, dim = query_shape(q, sink, first)
     rows = batch * span
     n_slots, ring, _ = window_pool.shape
     bounded = window_start is not None or window_end is not None
@@ -214,10 +219,10 @@ def sparse_attention(
         return jax.lax.bitcast_convert_type(words, jnp.int32)
 
     arrays = (
-        by_row(q), records(window_pool), slots, by_row(positions), by_row(start), by_row(end),
+        q.reshape(rows, -1, dim), records(window_pool), slots, by_row(positions), by_row(start), by_row(end),
         records(global_pool), global_slots.reshape(rows, -1), sink, by_row(cos), by_row(sin),
     )  # fmt: skip
-    own = pl.BlockSpec((None, heads, dim), lambda t: (t, 0, 0))
+    own = lambda heads: pl.BlockSpec((None, heads, dim), lambda t: (t, 0, 0))
     whole = lambda x: pl.BlockSpec(x.shape, lambda t: (0,) * x.ndim)
     body = functools.partial(
         _body, span=span, ring=ring, n_slots=n_slots, window=window, entries=entries, selected=selected, scale=scale,
@@ -227,9 +232,9 @@ def sparse_attention(
         body,
         out_shape=jax.ShapeDtypeStruct((rows, heads, dim), q.dtype),
         grid=(rows,),
-        in_specs=[own, *map(whole, arrays[1:])],
-        out_specs=own,
+        in_specs=[own(first // dim + heads), *map(whole, arrays[1:])],
+        out_specs=own(heads),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
         name="sparse_attention_one_pass",
-    )(*arrays).reshape(q.shape)
+    )(*arrays).reshape(shape)

@@ -14,6 +14,11 @@ from pallas_kernels.row_tiles import in_row_tiles
 EMPTY_MAX = -1e30  # running maximum of a row without keys: its exponentials are 0, never NaN
 
 
+def query_shape(q, sink, first: int) -> tuple[int, int, int, int]:
+    """(B, S, N, D) of queries [B, S, N, D] or [B, S, first + N*D]."""
+    return q.shape if q.ndim == 4 else (*q.shape[:2], sink.shape[0], (q.shape[2] - first) // max(sink.shape[0], 1))
+
+
 def _decoded(pool, rows, decode, dim, dtype):
     """Gather records `rows` i32[..., K] of pool [n, bytes or D] -> dtype[..., K, D]; rows outside are unspecified."""
     records = jnp.take(pool, rows, axis=0, mode="clip")
@@ -112,7 +117,7 @@ def window_bounds(
 
 
 def sparse_attention(
-    q,  # bf16|f32[B, S, N, D]
+    q,  # bf16|f32[B, S, N, D] or [B, S, first + N*D]
     window_pool,  # u8[n_slots, R, D + D/32] or f32[n_slots, R, D]
     slots,  # i32[B]
     positions,  # i32[B, S]
@@ -127,9 +132,11 @@ def sparse_attention(
     window_start=None,  # i32[B, S] or None
     window_end=None,  # i32[B, S] or None
     rotate_query: bool = False,
+    first: int = 0,
 ):
     """Definition of the operator; `api.sparse_attention` documents it."""
-    dim = q.shape[-1]
+    shape = query_shape(q, sink, first)
+    q, dim = q[..., first:].reshape(shape), shape[-1]
     start, end = window_bounds(positions, window, window_start, window_end)
     keys, mask = window_keys(window_pool, slots, start, end, window, dim, q.dtype)
     if global_pool is not None:
