@@ -54,9 +54,9 @@ def lower(args, mesh):
     from bench.decode import decode_options, takes_shuffled_experts
     from bench.presets import cut_layers
     from dsv41_jax.cache import CacheGeometry, PageTables
-    from dsv41_jax.model import Network
     from dsv41_jax.expert_order import as_shuffled
     from dsv41_jax.hyper_parts import as_parts
+    from dsv41_jax.model import Network
     from dsv41_jax.params import flat_paths
     from dsv41_jax.precision import RELEASED
     from dsv41_jax.presets import PRESETS
@@ -88,18 +88,18 @@ def lower(args, mesh):
     return steps.lower_decode(state, batch), net, params, state
 
 
-def make_exchange(name: str, ranks: int, parts: int = 1):
+def make_exchange(name: str, ranks: int, parts: int = 1, spare_sms: int | None = None):
     """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts; "<name>/<parts>" asks
-    for parts by name. Raises ValueError for an unknown name and for parts < 1."""
+    for parts by name. Raises ValueError for an unknown name, parts < 1 and spare_sms < 0."""
     from sharding.exchange import AllToAllExchange, GatherExchange
 
     name, _, asked = name.partition("/")
-    parts = int(asked or parts)
+    cut = {"parts": int(asked or parts)} | ({} if spare_sms is None else {"spare_sms": spare_sms})
     known = {
-        "gather": lambda: GatherExchange(ranks, parts=parts),
-        "reduce_scatter": lambda: GatherExchange(ranks, parts=parts, combine="reduce_scatter"),
-        "all_to_all": lambda: AllToAllExchange(ranks, parts=parts),
-        "ragged": lambda: AllToAllExchange(ranks, parts=parts, ragged=True),
+        "gather": lambda: GatherExchange(ranks, **cut),
+        "reduce_scatter": lambda: GatherExchange(ranks, **cut, combine="reduce_scatter"),
+        "all_to_all": lambda: AllToAllExchange(ranks, **cut),
+        "ragged": lambda: AllToAllExchange(ranks, **cut, ragged=True),
     }
     if name not in known:
         raise ValueError(f"exchange: expected one of {', '.join(known)}, got {name!r}")

@@ -51,6 +51,8 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--exchange", choices=("gather", "reduce_scatter", "all_to_all", "ragged"),
                    help="how rows reach the experts of other ranks (default: gather)")  # fmt: skip
     p.add_argument("--exchange-parts", type=int, metavar="N", help="column parts in which contributions go home (default: 1)")
+    p.add_argument("--exchange-spare-sms", type=int, metavar="N", help="multiprocessors that the experts' product of a later part "
+                   "leaves to the transfer of the part before (default: 8)")  # fmt: skip
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)
@@ -334,15 +336,16 @@ def explain_experts(experts, c, rows: int, ranks: int = 1) -> dict[str, str]:
 
 
 def make_bench(args, watch: CompileWatch) -> Bench:
-    """Raises ValueError for an exchange, or parts of one, without ranks."""
+    """Raises ValueError for what describes an exchange without ranks."""
     if args.ranks:
         from bench.ranks import RanksBench
 
         return RanksBench(args, watch)
     if args.exchange:
         raise ValueError(f"--exchange {args.exchange}: expected --ranks beside it")
-    if args.exchange_parts:
-        raise ValueError(f"--exchange-parts {args.exchange_parts}: expected --ranks beside it")
+    for name in ("exchange_parts", "exchange_spare_sms"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected --ranks beside it")
     return Bench(args, watch)
 
 

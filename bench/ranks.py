@@ -30,10 +30,11 @@ class RanksBench(decode.Bench):
         self.ranks, self.mesh = args.ranks, make_mesh(args.ranks)
         self.placement = NamedSharding(self.mesh, state_spec())  # every array of batch and state is split by its first axis
         name, parts = args.exchange or "gather", 1 if args.exchange_parts is None else args.exchange_parts
-        self.exchange = make_exchange(name, args.ranks, parts)
+        self.exchange = make_exchange(name, args.ranks, parts, args.exchange_spare_sms)
         check_ranks(presets.workload(args.preset, layers=args.layers).config, args.ranks)
         super().__init__(args, watch, params)
-        note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {name} in {parts} part{'s' * (parts > 1)}; " \
+        cut = f" in {parts} parts, {self.exchange.spare_sms} multiprocessors spared" if parts > 1 else ""
+        note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {name}{cut}; " \
                "floor of one rank, without what the exchange moves"  # fmt: skip
         self.workload = dataclasses.replace(self.workload, notes=(*self.workload.notes, note))
 

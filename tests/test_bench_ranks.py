@@ -13,7 +13,7 @@ import pytest
 from bench import decode, floors, presets
 from bench.common import Peaks
 from bench.compile_report import make_exchange
-from sharding.exchange import AllToAllExchange
+from sharding.exchange import AllToAllExchange, GatherExchange
 
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -30,7 +30,10 @@ def test_wrong_ranks_are_refused():
         make_exchange("scatter", 4)
     with pytest.raises(ValueError, match="parts >= 1"):
         make_exchange("gather/0", 4)
-    assert make_exchange("all_to_all/2", 4) == AllToAllExchange(4, parts=2)
+    with pytest.raises(ValueError, match="--exchange-spare-sms 0: expected --ranks"):
+        decode.make_bench(decode.parse(["--preset", "tiny", "--exchange-spare-sms", "0"]), watch)
+    assert make_exchange("all_to_all/2", 4) == make_exchange("all_to_all", 4, 2, 8) == AllToAllExchange(4, parts=2)
+    assert make_exchange("gather", 4, 2, 0) == GatherExchange(4, parts=2, spare_sms=0)
 
 
 def test_released_host_workload_is_the_release():
@@ -52,7 +55,7 @@ def test_four_ranks_run_the_protocol(tmp_path):
     r, p = got["result"], got["protocol"]
     assert (p["ranks"], p["batch"], p["acceptance"], len(r["rounds_step_ms"])) == (4, 2, "forced", 2)
     assert r["tps_aggregate"] == pytest.approx(8 * r["tps_per_request"], rel=1e-3)
-    assert any("4 ranks, 2 requests each, exchange gather in 2 parts" in note for note in p["notes"])
+    assert any("4 ranks, 2 requests each, exchange gather in 2 parts, 8 multiproc" in note for note in p["notes"])
     w = presets.workload("tiny", layers=3)
     peaks = Peaks(**{**got["peaks"], "notes": ()})
     whole, rank = (floors.step_floor(x, 5, peaks)["ms"] for x in (w, dataclasses.replace(w, config=presets.rank_of(w.config, 4))))
