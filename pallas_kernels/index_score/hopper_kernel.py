@@ -24,8 +24,8 @@ TILE = gl.constexpr(64)  # keys a tile of 4 warps
 
 @gluon.constexpr_function
 def tile_layout(warps):
-    """[key, scale group, word of the group, channel of a half word] of 16 * warps keys: one thread holds the 4 words of a
-    group for 2 keys, laid out over lanes and warps as the M operand of an FP8 product wants its rows."""
+    """[key, scale group, word of the group, channel of a half word] of 16 * warps keys: one thread holds the 4 words of
+    a group for 2 keys, laid out over lanes and warps as the M operand of an FP8 product wants its rows."""
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
         [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],

@@ -1,14 +1,14 @@
 """The candidate-only scorer on Hopper that decodes a key once for all rows of its request, in Gluon. Imports Triton:
 import it only where a GPU kernel is wanted.
 
-A program walks a range of a request's logical blocks in windows. It expands a window's keys to e4m3 into a ring in shared
-memory (the arithmetic is hopper_kernel.py's), then scores each row's candidates that lie there: a thread reads the bytes
-of its keys straight into the registers that the tensor core takes them from, so a tile may gather any blocks of the ring.
-Candidates that do not fill a tile wait for the next window while their block stays in the ring.
+A program walks a range of a request's logical blocks in windows. It expands a window's keys to e4m3 into a ring in
+shared memory (the arithmetic is hopper_kernel.py's), then scores each row's candidates that lie there: a thread reads
+the bytes of its keys straight into the registers that the tensor core takes them from, so a tile may gather any blocks
+of the ring. Candidates that do not fill a tile wait for the next window while their block stays in the ring.
 
 Triton's shared memory can be addressed as whole buffers only, so the ring, the rows' lists of ring slots and what a row
 does in a window lie in bytes of dynamic shared memory behind Triton's own (`ring_bytes`, gluon_call's extra_shared),
-read and written by the inline assembly below. Two barriers a window separate its writers from its readers.
+read and written by the inline assembly of hopper_ring.py. Two barriers a window separate its writers from its readers.
 """
 
 from triton.experimental import gluon
@@ -26,6 +26,18 @@ from pallas_kernels.index_score.hopper_kernel import (
     start_products,
     sums,
     tile_layout,
+)
+from pallas_kernels.index_score.hopper_ring import (
+    meet,
+    own_shared,
+    read_factors,
+    read_four,
+    read_keys,
+    read_word,
+    write_factors,
+    write_four,
+    write_keys,
+    write_word,
 )
 
 BLOCK = gl.constexpr(8)  # keys a block
@@ -53,111 +65,6 @@ def list_layout(rows, length):
     """[row of a group, listed candidate] over 4 warps: a row's candidates lie in one warp."""
     a_warp = max(1, rows // 4)
     return gl.BlockedLayout([1, length * a_warp // 32], [a_warp, 32 // a_warp], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _own_shared(BYTES: gl.constexpr):
-    """Address of the last BYTES of dynamic shared memory."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b;
-        mov.u32 a, global_smem;
-        mov.u32 b, %dynamic_smem_size;
-        add.u32 a, a, b;
-        sub.u32 $0, a, $1;
-        }""",
-        "=r,r", [BYTES], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _meet(HALVES: gl.constexpr):
-    """A barrier of all warps of the program, whichever partition runs them."""
-    if HALVES == 1:
-        gl.thread_barrier()
-    else:
-        gl.inline_asm_elementwise("bar.sync 15, 256; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _write_keys(low, high, at):
-    """A thread's two keys, u8[n, 4, 4, 4] twice -> 4 times 16 bytes from `at` (i32, same shape) on, 256 bytes apart, each
-    what one step of the product takes as its M operand."""
-    gl.inline_asm_elementwise(
-        """{
-        st.shared.v4.b32 [$24], {$8, $12, $9, $13};
-        st.shared.v4.b32 [$24 + 256], {$10, $14, $11, $15};
-        st.shared.v4.b32 [$24 + 512], {$16, $20, $17, $21};
-        st.shared.v4.b32 [$24 + 768], {$18, $22, $19, $23};
-        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-        mov.b32 $4, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0;
-        }""",
-        "=r,=r,=r,=r,=r,=r,=r,=r" + ",r" * 48, [low, high, at], dtype=gl.uint8, is_pure=False, pack=32,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _read_keys(at):
-    """The bytes that `_write_keys` wrote there."""
-    return gl.inline_asm_elementwise(
-        """{
-        ld.shared.v4.b32 {$0, $4, $1, $5}, [$16];
-        ld.shared.v4.b32 {$2, $6, $3, $7}, [$16 + 256];
-        ld.shared.v4.b32 {$8, $12, $9, $13}, [$16 + 512];
-        ld.shared.v4.b32 {$10, $14, $11, $15}, [$16 + 768];
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r" + ",r" * 32, [at],
-        dtype=(gl.uint8, gl.uint8), is_pure=False, pack=32,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _write(at, value):
-    """Words, an address each."""
-    gl.inline_asm_elementwise(
-        "st.shared.b32 [$1], $2; mov.b32 $0, 0;", "=r,r,r", [at, value], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _write_four(at, a, b, c, d):
-    """Four words at every address, which is a multiple of 16."""
-    gl.inline_asm_elementwise(
-        "st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;", "=r,r,r,r,r,r", [at, a, b, c, d], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _read_four(at):
-    return gl.inline_asm_elementwise(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [at],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _read_word(at):
-    """i32 addresses, the same for a thread's two keys -> the word there."""
-    return gl.inline_asm_elementwise(
-        "ld.shared.b32 $0, [$2]; mov.b32 $1, $0;", "=&r,=r,r,r", [at], dtype=gl.int32, is_pure=False, pack=2
-    )
-
-
-@gluon.jit
-def _write_factors(factors, at):
-    """f32 of a thread's two keys -> 8 bytes at the first one's address."""
-    gl.inline_asm_elementwise(
-        "st.shared.v2.b32 [$4], {$2, $3}; mov.b32 $0, 0; mov.b32 $1, 0;", "=r,=r,r,r,r,r", [factors, at],
-        dtype=gl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _read_factors(at):
-    return gl.inline_asm_elementwise(
-        "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r,r", [at], dtype=gl.float32, is_pure=False, pack=2
-    )
 
 
 @gluon.jit
@@ -221,9 +128,9 @@ def _load_window(
 @gluon.jit
 def _gather(at, own, factors_at, piece, line_of):
     """A tile's keys by the ring slots listed at `at` (i32[n], their blocks' words) -> (low, high u8[n, 4, 4, 4], f32[n])."""
-    slot_at = _read_word(at)
-    factor = _read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
-    low, high = _read_keys(_over_bytes(own + slot_at, tile_layout(4)) + piece)
+    slot_at = read_word(at)
+    factor = read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
+    low, high = read_keys(_over_bytes(own + slot_at, tile_layout(4)) + piece)
     return low, high, factor
 
 
@@ -251,7 +158,7 @@ def _score_rows(
     most = 0
     lines, stops, ws = (), (), ()
     for r in gl.static_range(SHARE):
-        taken, pending, end, _ = _read_four(work_at + (half * SP + r) * 16)
+        taken, pending, end, _ = read_four(work_at + (half * SP + r) * 16)
         stop = gl.minimum(taken * BLOCK, end - pending * BLOCK)
         lines = lines + (out + r * WIDTH + pending * BLOCK,)
         stops = stops + (stop,)
@@ -263,7 +170,9 @@ def _score_rows(
         if SHARE > 1:
             keys = keys + (_gather(at + LIST * 4, own, factors_at, piece, line_of),)
         s = half * SHARE
-        ahead = start_products(operand(keys[0][0], M), operand(keys[0][1], M), q_low.index(s), q_high.index(s), HEADS, M)
+        ahead = start_products(
+            operand(keys[0][0], M), operand(keys[0][1], M), q_low.index(s), q_high.index(s), HEADS, M
+        )
         for r in gl.static_range(SHARE):
             products = ahead
             if r + 1 < SHARE:
@@ -280,7 +189,7 @@ def _score_rows(
     again = 0
     for r in gl.static_range(SHARE):
         for h in gl.static_range(HALVES):
-            again = again | _read_four(work_at + (h * SP + r) * 16)[3]
+            again = again | read_four(work_at + (h * SP + r) * 16)[3]
     return again
 
 
@@ -352,23 +261,25 @@ def _score_windows(
         taken = gl.where(flush, n, whole)
         held = (listed >= gl.maximum(v - KEPT, 0)) & (listed < gl.minimum(v + FRESH, LIMIT))
         slot = gl.where(held, (listed.to(gl.uint32) % RING).to(gl.int32), RING)
-        _meet(HALVES)  # every warp has finished with the previous window
+        meet(HALVES)  # every warp has finished with the previous window
         place = half * SP + share
-        _write(lists_at + gl.expand_dims(place, 1) * (LIST * 4) + i * 4, slot * (BLOCK * 128))
-        _write_four(work_at + place * 16, taken, pending, end, (n == LIST).to(gl.int32))
+        write_word(lists_at + gl.expand_dims(place, 1) * (LIST * 4) + i * 4, slot * (BLOCK * 128))
+        write_four(work_at + place * 16, taken, pending, end, (n == LIST).to(gl.int32))
         if decoded < k:
             for t in gl.static_range(TILES):
                 low, high, factor = expand_keys(words[t], scales[t])
                 to = v % RING + (t * HALVES + half) * PER + block
                 to = gl.where(to >= RING, to - RING, to)
-                _write_keys(low, high, _over_bytes(own + to * (BLOCK * 128), L4) + piece)
-                _write_factors(factor.to(gl.int32, bitcast=True), factors_at + to * (BLOCK * 4) + line_of % 4 * 8)
+                write_keys(low, high, _over_bytes(own + to * (BLOCK * 128), L4) + piece)
+                write_factors(factor.to(gl.int32, bitcast=True), factors_at + to * (BLOCK * 4) + line_of % 4 * 8)
         decoded = k
-        _meet(HALVES)
+        meet(HALVES)
         pending += taken
         listed = gl.expand_dims(pending, 1) + i
         listed = gl.load(ids + listed, mask=listed < counts, other=NEVER)
-        page_ids = _pages_of(pages, (k + 1) * (FRESH * BLOCK) + first_column, line_of % 4, HALVES * TILE, TILES, E, COLUMNS)
+        page_ids = _pages_of(
+            pages, (k + 1) * (FRESH * BLOCK) + first_column, line_of % 4, HALVES * TILE, TILES, E, COLUMNS
+        )
         k += 1 - _score_rows(
             out_ptr + (b * S + half * SHARE).to(gl.int64) * WIDTH, work_at, half, lists_at + half * SP * (LIST * 4), own,
             factors_at, q_low, q_high, weights, ones, SP, HALVES, SHARE, HEADS, WIDTH, LIST,
@@ -403,7 +314,7 @@ def request_blocks(
     for s in range(program, S, programs):
         live = gl.minimum(gl.maximum(gl.load(end_ptr + b * S + s), 0), WIDTH)
         fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
-    own = _own_shared(BYTES)
+    own = own_shared(BYTES)
     ROWS: gl.constexpr = (S + HALVES - 1) // HALVES * HALVES
     q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
     q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
@@ -412,9 +323,11 @@ def request_blocks(
     line_of = gl.arange(0, 64, key_layout(4))
     head_sums(ones, HEADS, HEADS)
     blank = own + (FRESH + KEPT) * (BLOCK * 128)
-    _write_keys(gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)), gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)),
+    write_keys(gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)), gl.zeros([64, 4, 4, 4], gl.uint8, tile_layout(4)),
                 blank + _piece(line_of, tile_layout(4)))  # fmt: skip
-    _write_factors(line_of * 0, own + (FRESH + KEPT + 1) * (BLOCK * 128) + (FRESH + KEPT) * (BLOCK * 4) + line_of % 4 * 8)
+    write_factors(
+        line_of * 0, own + (FRESH + KEPT + 1) * (BLOCK * 128) + (FRESH + KEPT) * (BLOCK * 4) + line_of % 4 * 8
+    )
     fence_async_shared()
     pages = table_ptr + b * COLUMNS
     if HALVES == 1:
