@@ -12,6 +12,11 @@ agrees with one device to rounding, its tokens are compared.) The definition of 
 the same terms in the same order, associated differently, so a row with two or more experts on a later rank may differ
 from it by fp32 rounding (before the result is rounded to the activation dtype).
 `GatherExchange(combine="reduce_scatter")` leaves the order to the collective.
+
+What hides a transfer. XLA's scheduler does not know what the kernels cost, so barriers tell it the order: rows travel
+beside the first half of the work handed in as `beside` (the shared expert's first product), contributions beside its
+second half; with `parts` > 1 only those of the last part do, each earlier part's beside the next part's product. The order
+of sums does not depend on it.
 """
 
 import dataclasses
