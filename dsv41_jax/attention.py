@@ -135,7 +135,6 @@ def attention(
                 keys,
                 plan,
                 ratio,
-                pools.global_kv[layer.kv_source],
                 carry.candidates,
                 c,
                 options,

@@ -19,6 +19,7 @@ from pallas_kernels.hyper_leave import api as hyper_leave
 from pallas_kernels.index_query import api as index_query
 from pallas_kernels.index_score import api as index_score
 from pallas_kernels.router import api as router
+from pallas_kernels.select_tokens import SlotMap
 from pallas_kernels.select_tokens import api as select_tokens
 from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_plan import api as sparse_plan
@@ -86,7 +87,7 @@ def explain_operators(
             _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k_blocks=c.candidate_topk_blocks,
             block_size=c.candidate_block_size, arch=arch),
         "select_tokens": lambda: select_tokens.explain(
-            _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k=c.index_topk, arch=arch),
+            _bf16(shapes.rows, shapes.capacity), _i32(shapes.rows), k=c.index_topk, slot_map=shapes.slot_map(), arch=arch),
         "sparse_attention": lambda: sparse_attention.explain(
             *shapes.attention(), window=c.sliding_window, scale=c.head_dim**-0.5, window_start=None, window_end=None,
             arch=arch),
@@ -151,6 +152,9 @@ class _Shapes:
         q = (_u8(self.rows, c.index_n_heads, j // 2), _u8(self.rows, c.index_n_heads, j // 32))
         pool = _u8(self.geometry.pages, self.geometry.page_tokens * codecs.index_record_bytes(j))
         return q, _bf16(self.rows, c.index_n_heads), pool, _i32(self.batch, self.columns)
+
+    def slot_map(self):
+        return SlotMap(_i32(self.batch, self.columns), _i32(self.rows), self.geometry.page_tokens)
 
     def query(self):
         c, t = self.c, self.rows

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax.cache import entry_slots
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import matmul
 from dsv41_jax.options import DecodeOptions
@@ -67,7 +66,6 @@ def select(
     index_pool,
     plan: StepPlan,
     ratio: RatioPlan,
-    global_pool,
     candidates: SparsePlan | None,
     c: ModelConfig,
     options: DecodeOptions,
@@ -82,17 +80,18 @@ def select(
     if _scores_blocks(layer, candidates):
         logits = index_score_blocks(q, weights, index_pool, ratio.index_table, candidates.sparse_indices, candidates.end,
                                     block_size=c.candidate_block_size, impl=options.impl("index_score_blocks"))  # fmt: skip
-        indices = select_tokens(logits, candidates.end, k=c.index_topk, block_ids=candidates.sparse_indices, causal=visible,
-                                block_size=c.candidate_block_size, impl=options.impl("select_tokens"))  # fmt: skip
+        indices, slots = select_tokens(logits, candidates.end, k=c.index_topk, block_ids=candidates.sparse_indices,
+                                       causal=visible, block_size=c.candidate_block_size, slot_map=ratio.slot_map,
+                                       impl=options.impl("select_tokens"))  # fmt: skip
     else:
         # columns beyond a row's visible entries stay unwritten: both readers are bounded by `visible`
         logits = index_score(q, weights, index_pool, ratio.index_table, visible, fill=False,
                              impl=options.impl("index_score"))  # fmt: skip
-        indices = select_tokens(logits, visible, k=c.index_topk, impl=options.impl("select_tokens"))
+        indices, slots = select_tokens(logits, visible, k=c.index_topk, slot_map=ratio.slot_map,
+                                       impl=options.impl("select_tokens"))  # fmt: skip
         if layer.publishes_candidates and logits.shape[1] > c.candidate_topk_blocks * c.candidate_block_size:
             ids, count = candidate_blocks(logits, visible, k_blocks=c.candidate_topk_blocks,
                                           block_size=c.candidate_block_size, impl=options.impl("candidate_blocks"))  # fmt: skip
             candidates = sparse_plan(ids, visible, key_count=logits.shape[1], k=c.candidate_topk_blocks, count=count,
                                      block_size=c.candidate_block_size, impl=options.impl("sparse_plan"))  # fmt: skip
-    slots = entry_slots(ratio.table, indices.reshape(b, -1), global_pool.shape[1], global_pool.shape[0])
     return Selection(indices, slots.reshape(b, s, -1)), candidates

@@ -7,10 +7,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv41_jax import rope
 from dsv41_jax.cache import CacheGeometry, PageTables, State, entry_slots
 from dsv41_jax.config import ModelConfig
+from pallas_kernels.select_tokens.api import SlotMap
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +35,7 @@ class RatioPlan:
 
     cos, sin f32[T, R/2]: rotation of a row's own position (YaRN). entry_cos, entry_sin: of its entry's first token.
     visible i32[T]: entries the row sees. global_store, index_store i32[T]: where its completed entry goes, -1 = nowhere.
-    table, index_table i32[B, C].
+    slot_map: where the entries a row selects lie in the pool. index_table i32[B, C].
     """
 
     cos: jax.Array
@@ -43,7 +45,7 @@ class RatioPlan:
     visible: jax.Array
     global_store: jax.Array
     index_store: jax.Array
-    table: jax.Array
+    slot_map: SlotMap
     index_table: jax.Array
 
 
@@ -103,12 +105,13 @@ def _plan_ratio(c, g: CacheGeometry, state: State, tables: PageTables, positions
     entry = jnp.where((positions >= 0) & ((positions + 1) % ratio == 0), positions // ratio, -1)
     owner = next(s.index for s in c.layers if s.owns_kv and s.ratio == ratio)
     pages = state.global_kv[owner].shape[0]
+    table, (b, s) = tables.global_kv[ratio], positions.shape
     return RatioPlan(
         **_named_tables(freqs, flat),
         **_named_tables(freqs, flat // ratio * ratio, "entry_"),
         visible=(flat + 1) // ratio,
         global_store=entry_slots(tables.global_kv[ratio], entry, per_page, pages).reshape(-1),
         index_store=entry_slots(tables.index[ratio], entry, per_page, pages).reshape(-1),
-        table=tables.global_kv[ratio],
+        slot_map=SlotMap(jnp.where(table < pages, table, 0), np.repeat(np.arange(b, dtype=np.int32), s), per_page),
         index_table=tables.index[ratio],
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsv41_jax import attention, indexer
-from dsv41_jax.cache import init_state
+from dsv41_jax.cache import PageTables, entry_slots, init_state
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.plan import plan_step
 from dsv41_jax.precision import RELEASED
@@ -20,6 +20,7 @@ from pallas_kernels import codecs
 from pallas_kernels.index_query import api, explain, index_query, one_kernel, reference
 from pallas_kernels.index_query.specs import BY_NAME, SPECS
 from pallas_kernels.index_score.api import reads_packed
+from pallas_kernels.select_tokens.reference import physical_slots
 from tests import deviceless
 
 TINY, VALUES = BY_NAME["tiny"], BY_NAME["tiny_values"]
@@ -163,6 +164,21 @@ def test_the_model_selects_and_attends_the_same_with_the_kernel(monkeypatch):
     assert "/index_query" in lowered.as_text(debug_info=True)
     for g, w in zip(jax.tree.leaves(lowered.compile()()), jax.tree.leaves(want), strict=True):
         assert np.asarray(g).tobytes() == np.asarray(w).tobytes()
+
+
+def test_selections_find_no_slot_on_pages_outside_the_pool():
+    """The step's slot map against the rule that the stores follow, with ids that would wrap round to a live page."""
+    c, pages = harness.config("all_kinds"), harness.GEOMETRY.pages
+    table = np.array([[3, 0, -7, 5, pages - 1], [pages, 2**31 - 1, 2**28 + 1, -(2**31), 4]], np.int32)
+    chunk = harness.chunk_of(np.ones((2, 3)), [20, 30], [3, 3], [0, 1], PageTables.shared(jnp.asarray(table), c))
+    plan = plan_step(c, harness.GEOMETRY, init_state(c, harness.GEOMETRY, RELEASED), chunk)
+    for ratio, of in plan.ratios.items():
+        per_page = harness.GEOMETRY.page_tokens // ratio
+        entries = np.tile(np.arange(-2, 6 * per_page, dtype=np.int32), (2, 1))
+        want = np.repeat(entry_slots(table, entries, per_page, pages), 3, axis=0)
+        got = np.asarray(physical_slots(jnp.asarray(np.repeat(entries, 3, axis=0)), of.slot_map))
+        np.testing.assert_array_equal(got, want)
+        assert (got >= 0).sum() == 3 * 4 * per_page
 
 
 def test_queries_come_packed_where_the_scorer_multiplies_them_so():
