@@ -26,6 +26,7 @@ def unavailable() -> str | None:
 @functools.cache
 def _compiled(kernel, pointers, constants, warps, compute_capability, maxnreg):
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -35,7 +36,10 @@ def _compiled(kernel, pointers, constants, warps, compute_capability, maxnreg):
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "maxnreg": maxnreg}
-    return triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
+    with knobs.cache.scope():
+        # jax-triton empties TRITON_CACHE_DIR when it is imported, and Triton compiles nothing without a folder
+        knobs.cache.dir = knobs.cache.dir or knobs.cache.get_triton_dir("cache")
+        return triton.compile(source, target=GPUTarget("cuda", compute_capability, 32), options=options)
 
 
 def compile_kernel(kernel, arrays, constants: dict, *, warps: int, compute_capability: int, maxnreg: int | None = None):
