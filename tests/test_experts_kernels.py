@@ -122,7 +122,8 @@ def test_parts_are_the_columns_bit_for_bit(spec):
     for impl in implementations():
         run, args = call(impl, spec, arrays)
         whole = np.asarray(run(*args))
-        for parts in (1, 2, 4):
+        width = 64 if impl == "hopper" else 128  # the columns of one tile
+        for parts in (n for n in (1, 2, 4) if spec.hidden // n % width == 0):
             cut = functools.partial(experts_parts, parts=parts, spare_sms=8, first_expert=spec.first, impl=impl)
             got = [np.asarray(y) for y in jax.jit(cut)(*args)]
             assert [y.shape for y in got] == [(spec.rows, spec.hidden // parts)] * parts

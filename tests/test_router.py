@@ -163,4 +163,4 @@ def test_kernel_equals_definition_on_the_gpu(spec, impl):
     want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
     got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl=impl)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
-    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=5e-6)  # fp32 sums of 5120 in another order
