@@ -83,7 +83,9 @@ def test_falls_back_with_a_reason():
     arguments = BY_NAME["tiny"].make_inputs(0)[:6]
     streams, *rest = arguments
     told = explain(*arguments, arch="sm_90")
-    assert told["chosen"] == "reference" and told["fused"].startswith("by name only")
+    assert told["chosen"] == "fused"
+    told = explain(*arguments, arch="cpu")
+    assert told["chosen"] == "reference" and "is for sm_90" in told["fused"]
     assert "float32" in explain(streams.astype(jnp.float32), *rest, arch="sm_90")["fused"]
     shape = lambda t, m, h: [jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in (
         (t, m, h), (t, h), (t, m), (t, m, m), (t, m), (3 * m * (2 + m), m * h))]  # fmt: skip

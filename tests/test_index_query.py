@@ -193,12 +193,12 @@ def test_queries_come_packed_where_the_scorer_multiplies_them_so():
 # -------------------------------------------------------------------------------------------------- choice and errors
 
 
-def test_auto_takes_the_definition_until_the_kernel_is_measured():
+def test_auto_takes_the_kernel_where_there_is_a_gpu():
     inputs = TINY.make_inputs(0)
-    for arch in (*one_kernel.ARCHES, "cpu"):
-        told = explain(*inputs, **TINY.options, arch=arch)
-        assert told["chosen"] == "reference"
-        assert ("by name only" if arch != "cpu" else "is for sm_90") in told["one_kernel"]
+    for arch in one_kernel.ARCHES:
+        assert explain(*inputs, **TINY.options, arch=arch)["chosen"] == "one_kernel"
+    told = explain(*inputs, **TINY.options, arch="cpu")
+    assert told["chosen"] == "reference" and "is for sm_90" in told["one_kernel"]
 
 
 def test_refusals_name_the_reason():

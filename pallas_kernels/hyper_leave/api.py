@@ -7,7 +7,7 @@ from . import fused, reference
 from .reference import Ahead
 
 IMPLEMENTATIONS = (
-    Implementation("fused", fused.hyper_leave, fused.ARCHES, fused.refuses, fused.BY_NAME_ONLY),
+    Implementation("fused", fused.hyper_leave, fused.ARCHES, fused.refuses),
     Implementation("reference", reference.hyper_leave),
 )
 

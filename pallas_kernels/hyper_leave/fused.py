@@ -18,7 +18,6 @@ from ..triton_f32 import multiply_add, to_bf16
 from .reference import PARTS, Ahead, is_split, split
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "since it makes the coefficients too it has not run on a GPU: interpreted and compiled without one"
 ROWS = 64  # of one program: fn is read once for each tile of rows
 CHUNK = 256  # channels of one program: 120 programs in a verify step of H = 5120, one for each multiprocessor
 STEP = 32  # channels at a time

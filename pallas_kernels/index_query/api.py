@@ -7,7 +7,7 @@ from ..registry import Implementation, resolve
 from . import one_kernel, reference
 
 IMPLEMENTATIONS = (
-    Implementation("one_kernel", one_kernel.index_query, one_kernel.ARCHES, one_kernel.refuses, one_kernel.BY_NAME_ONLY),
+    Implementation("one_kernel", one_kernel.index_query, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", reference.index_query),
 )
 FORMS = ("packed", "values", "exact")

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from ..triton_rows import mxfp4_codes, mxfp4_values, refuses_rows, rotated
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 MOST_CHANNELS = 2**13  # of all heads: one program holds them in its registers
 WARP_CHANNELS = 512  # of all heads: two loads of 16 bytes a lane
 

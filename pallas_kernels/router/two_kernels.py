@@ -15,7 +15,7 @@ from ..codecs import cdiv
 from . import one_kernel
 
 ARCHES = one_kernel.ARCHES
-BY_NAME_ONLY = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
+BY_NAME_ONLY = "on an H200 it gains nothing at 384 experts: 13.1 us of kernels, one_kernel 12.8; at 96 it is 7.9 to 9.5"
 ROWS = 64  # of one program of the product
 EXPERTS = 128  # likewise, at most
 STEP = 64  # channels at a time
