@@ -5,7 +5,7 @@ import sys
 from collections import defaultdict
 
 from bench.report import merged_parts, part_floors
-from bench.results_files import OperatorRow, Results, StepRow, newest
+from bench.results_files import OperatorRow, Results, StepRow, main_specs, newest, plain_times
 
 KERNEL, PLAIN, FLOOR, GOAL, TEXT = "#2f6f9f", "#9aa4ad", "#c9d6df", "#c8553d", "#333333"
 
@@ -55,11 +55,14 @@ def _foot(figure, sources) -> None:
     figure.text(0.01, 0, provenance(sources), fontsize=6.5, color="#777777", va="top")
 
 
+LEAST_FLOOR = 0.5  # us: below, an operator is a latency, and its floor says nothing
+
+
 def bars(results: Results) -> list[tuple[OperatorRow, float | None]]:
-    """[(kernel's row, plain XLA's time or None)] of every operator and spec that has a floor, as shown."""
-    latest = newest(results.operators)
-    plain = {(r.operator, r.spec): r.median for r in latest if r.implementation == "reference"}
-    return [(r, plain.get((r.operator, r.spec))) for r in latest if r.shown and r.floor]
+    """[(kernel's row, plain XLA's time or None)] of what stands for the operators, where bytes or flops are the bound."""
+    plain = plain_times(results.operators)
+    rows = main_specs(newest(results.operators))
+    return [(r, plain.get((r.operator, r.spec))) for r in rows if (r.floor or 0) >= LEAST_FLOOR]
 
 
 def operators(plt, results: Results):
@@ -71,12 +74,13 @@ def operators(plt, results: Results):
     y = range(len(rows), 0, -1)
     ax.barh(y, [r.ratio for r, _ in rows], color=KERNEL, height=0.62, label="kernel, whisker min to max")
     for at, (r, plain) in zip(y, rows, strict=True):
-        if r.low is not None and r.high is not None:
+        clocked = r.best == r.median and r.low is not None and r.high is not None
+        if clocked:
             ax.plot([r.low / r.floor, r.high / r.floor], [at, at], color="#12334d", lw=1.2)
         if r.goal:
             ax.plot([r.goal / r.floor] * 2, [at - 0.42, at + 0.42], color=GOAL, lw=2)
-        ax.text(max(r.ratio, r.goal / r.floor if r.goal else 0, (r.high or 0) / r.floor) * 1.06, at,
-                f"{r.median:.4g} us  x{r.ratio:.2f}", va="center", fontsize=8)  # fmt: skip
+        ax.text(max(r.ratio, (r.goal or 0) / r.floor, r.high / r.floor if clocked else 0) * 1.06, at,
+                f"{r.best:.4g} us  x{r.ratio:.2f}", va="center", fontsize=8)  # fmt: skip
         if plain:
             ax.plot([plain / r.floor], [at], marker="D", color=PLAIN, ms=4, ls="none")
     ax.plot([], [], color=GOAL, lw=2, label="goal")
@@ -88,6 +92,7 @@ def operators(plt, results: Results):
     ax.set_xticks(ticks, [str(t) for t in ticks])
     ax.minorticks_off()
     ax.set_yticks(list(y), [f"{r.operator}  {r.spec}" for r, _ in rows])
+    ax.set_ylim(0.3, len(rows) + 0.7)
     ax.set_xlabel("time / roofline floor (1 = floor)")
     ax.set_title("Operators", loc="left")
     ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, ncols=3)

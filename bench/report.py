@@ -10,7 +10,7 @@ import contextlib
 import pathlib
 import sys
 
-from bench.results_files import OperatorRow, Results, Source, StepRow, newest, read
+from bench.results_files import OperatorRow, Results, Source, StepRow, main_specs, newest, plain_times, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER, README = ROOT / "bench" / "results", ROOT / "README.md"
@@ -263,12 +263,13 @@ def summary(results: Results, folder: str, charts: list[str]) -> str:
                  spread(min(r.result["rounds_step_ms"]), max(r.result["rounds_step_ms"])), r.result["floor_ms"],
                  r.result["ratio"], where(r.source)] for what, r in latest.items()]  # fmt: skip
         out += table(["whole step", "ms", "rounds", "floor ms", "ratio", "run"], rows) + "\n"
-    plain = {(r.operator, r.spec): r.median for r in latest_operators if r.implementation == "reference"}
+    plain = plain_times(results.operators)
     rows = [[f"{r.operator}, {r.spec}", r.implementation, r.median, r.device, r.floor, r.ratio, r.goal,
-             plain.get((r.operator, r.spec)), where(r.source)] for r in latest_operators if r.shown]  # fmt: skip
+             plain.get((r.operator, r.spec)), where(r.source)] for r in main_specs(latest_operators)]  # fmt: skip
     if rows:
         heads = ["operator, spec", "kernel", "us", "kernels us", "floor us", "ratio", "goal us", "plain XLA us", "run"]
-        out += "\"kernels us\": by the profiler, without the launches that a short operator timed alone consists of.\n\n"
+        out += ("\"us\": a call by the clock, launches included; \"kernels us\": its kernels by the profiler, a kernel's wait for the one "
+                "before it included. The ratio is the smaller one's.\n\n")  # fmt: skip
         out += table(heads, rows) + "\n"
     for source, d in results.of("agreement"):
         p = d["protocol"]

@@ -72,8 +72,14 @@ class OperatorRow:
     device: float | None = None
 
     @property
+    def best(self) -> float:
+        """The smaller of clock and profiler: launches are in the one, waiting for the kernel before in the other."""
+        return min(self.median, self.device or self.median)
+
+    @property
     def ratio(self) -> float | None:
-        return None if self.floor is None else self.median / self.floor
+        """`best` over the floor."""
+        return None if self.floor is None else self.best / self.floor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +168,20 @@ def _source(path: pathlib.Path, kind: str, data: dict) -> Source:
     return Source(path.name, kind, head["device"], head["driver"], head["versions"], commit, head["utc"])
 
 
+def _by_name_only(operator: str) -> set[str]:
+    """Implementations of an operator that "auto" passes over."""
+    from bench.operators import OPERATORS
+
+    found = [o for o in OPERATORS if (o.function or o.name) == operator]
+    return {i.name for o in found for i in getattr(o.module("api"), o.implementations) if i.by_name_only}
+
+
 def _read_operators(data, source: Source, out: Results) -> None:
     seen = set()
     for r in data["results"]:
         spec = r["spec"]["name"]
         # implementations are listed fastest first: the first kernel that takes a spec is what "auto" takes
-        kernel = r["equals_definition"] is not None and r["implementation"] != "reference"
+        kernel = r["equals_definition"] is not None and r["implementation"] not in {"reference", *_by_name_only(r["operator"])}
         first = kernel and (r["operator"], spec) not in seen
         if first:
             seen.add((r["operator"], spec))
@@ -236,3 +250,19 @@ def newest(rows: list[OperatorRow]) -> list[OperatorRow]:
         key = r.operator, r.spec
         latest[key] = max(latest.get(key, (r.source.utc, r.source.file)), (r.source.utc, r.source.file))
     return [r for r in rows if (r.source.utc, r.source.file) == latest[r.operator, r.spec]]
+
+
+def plain_times(rows: list[OperatorRow]) -> dict[tuple[str, str], float]:
+    """{(operator, spec): us of the definition compiled by XLA}, of the newest run that timed it."""
+    return {(r.operator, r.spec): r.median for r in sorted(rows, key=lambda r: r.source.utc) if r.implementation == "reference"}
+
+
+def main_specs(rows: list[OperatorRow]) -> list[OperatorRow]:
+    """What stands for the operators: the specs that have a goal, and of an operator without one a verify step's, else the
+    first."""
+    shown = [r for r in rows if r.shown]
+    goals = {r.operator for r in shown if r.goal}
+    first = {}
+    for r in sorted(shown, key=lambda r: not r.spec.startswith("verify")):
+        first.setdefault(r.operator, r)
+    return [r for r in shown if r.goal or (r.operator not in goals and r is first[r.operator])]

@@ -97,11 +97,25 @@ def test_step_rows_are_the_files(text):
 def test_operator_rows_are_the_files(text):
     found = rows(text, "select_tokens", "verify")
     assert [r[2:10] for r in found] == [
-        ["radix_select", "15.56", "14.56 .. 17.56", "9.25", "4", "3.89", "16", "yes"],
+        ["radix_select", "15.56", "14.56 .. 17.56", "9.25", "4", "2.312", "16", "yes"],
         ["radix_wide", "15.3", "14.3 .. 17.3", "-", "4", "3.825", "16", "yes"],
         ["reference", "500.4", "499.4 .. 502.4", "-", "4", "125.1", "16", "yes"],
         ["lax.top_k", "266.1", "265.1 .. 268.1", "-", "4", "66.53", "16", "-"],
     ]
+
+
+def test_the_readme_shows_a_verify_step_of_every_operator():
+    source = results_files.Source("f", "operators", "d", None, {}, "c", "2026-11-30")
+    make = lambda op, spec, goal=None, shown=True: results_files.OperatorRow(op, spec, "k", 1.0, 1.0, 1.0, 1.0, source, shown, goal)
+    rows = [make("a", "draft"), make("a", "verify"), make("a", "verify_long"), make("b", "tiny"), make("c", "x", shown=False),
+            make("d", "verify"), make("d", "front", goal=12)]  # fmt: skip
+    assert [(r.operator, r.spec) for r in results_files.main_specs(rows)] == [("a", "verify"), ("b", "tiny"), ("d", "front")]
+
+
+def test_implementations_by_name_do_not_stand_for_their_operator(tmp_path):
+    head = {**ENVIRONMENT, "results": [operator("router", "verify", "two_kernels", 11.0), operator("router", "verify", "one_kernel", 12.0)]}
+    (tmp_path / "operators.json").write_text(json.dumps(head))
+    assert [r.implementation for r in results_files.read(tmp_path).operators if r.shown] == ["one_kernel"]
 
 
 def test_parts_stand_beside_the_floors_of_the_traced_run(text):
@@ -210,7 +224,7 @@ def test_the_command_draws_what_there_is(tmp_path):
     assert all(f"![{n}]({n})" in (folder / "README.md").read_text() for n in names)
     text = readme.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
-    assert rows(text, "select_tokens, verify", "radix_select")[0][2:8] == ["15.56", "9.25", "4", "3.89", "16", "500.4"]
+    assert rows(text, "select_tokens, verify", "radix_select")[0][2:8] == ["15.56", "9.25", "4", "2.312", "16", "500.4"]
     assert "bench/results/decode.json" in text and "![step.png](bench/results/step.png)" in text
     again = text
     (folder / "sweep.json").unlink()
