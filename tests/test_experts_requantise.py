@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import codecs
 from pallas_kernels.expert_plan import expert_plan
 from pallas_kernels.experts import hopper, layout, requantise, shuffle_weights
 from pallas_kernels.experts.specs import ExpertsSpec
@@ -88,6 +89,43 @@ def test_equals_its_definition_on_the_gpu(case, what):
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_every_value(interpret):
     every_value_case(interpret)
+
+
+def chunks_led_by(largest, seed):
+    """bf16[n / 4, 512]: a chunk for each of `largest` bf16[n]. Its first group's largest magnitude is that, the other groups'
+    are up to twelve octaves less; within a group channels go down to what underflows, zeros of both signs among them."""
+    rng, n = np.random.default_rng(seed), len(largest)
+    below = np.concatenate([np.zeros((n, 1)), rng.integers(0, 13, (n, 3)) + rng.random((n, 3))], 1)
+    x = largest.astype(np.float64)[:, None, None] * np.exp2(-below)[..., None] * rng.uniform(-1, 1, (n, 4, 32))
+    x *= np.exp2(-rng.integers(0, 24, x.shape)) * (rng.random(x.shape) < 0.95)
+    x[:, 0, 5] = np.where(rng.random(n) < 0.5, -1, 1) * largest.astype(np.float64)
+    return jnp.asarray(x.reshape(n // 4, 512), jnp.bfloat16)
+
+
+def through_fp8(x):
+    """x as it arrives from another rank: quantised in groups of 32 and back."""
+    return codecs.dequantize_fp8(*codecs.quantize_fp8(x)).astype(jnp.bfloat16)
+
+
+def test_rows_that_travelled_as_fp8_quantise_to_the_same():
+    """Codes and scales, for every bf16 magnitude that leads a chunk: normal ones up to 2**119, then the values stay finite."""
+    magnitudes = np.arange(128, 128 * (127 + 119), dtype=np.uint16).view(jnp.bfloat16.dtype)
+    x = chunks_led_by(magnitudes, 4)
+    travelled = jax.jit(through_fp8)(x)
+    assert (np.asarray(x) != np.asarray(travelled)).mean() > 0.3, "something to lose the second time"
+    quantise = jax.jit(requantise.quantize_rows)
+    same(quantise(travelled), quantise(x))
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_the_kernel_quantises_what_travelled_to_the_same(interpret):
+    """As above, at the floor of the scales (1e-4) and above it: every mantissa."""
+    bits = np.concatenate([np.arange(128) + 128 * (127 + exponent) for exponent in (-14, 1)]).astype(np.uint16)
+    x = chunks_led_by(bits.view(jnp.bfloat16.dtype), 5)
+    position, count = jnp.arange(64, dtype=jnp.int32)[:, None], jnp.int32(64)
+    got = [spread_rows(a, position, count, 64, interpret=interpret) for a in (through_fp8(x), x)]
+    same(*got)
+    same(got[1], requantise.quantize_rows(x))
 
 
 @pytest.mark.gpu

@@ -7,8 +7,8 @@ The first GEMM ends in the clamped SwiGLU, the second in bf16 rows. Quantisation
 (requantise.py); sorting is `expert_plan`, the sum over a token's experts an XLA fusion.
 
 What is rounded otherwise than in `reference`: within each 128 channels the four per-32 scales of an activation row are
-re-expressed as their largest, so a value smaller than 2**-6 of that scale keeps only multiples of 2**-9 of it (error at
-most 2**-10 of the largest scale, the model's own FP8 rounding of a group's largest value being 2**4); products of 128
+re-expressed as one that holds all, so a value smaller than 2**-6 of that scale keeps only multiples of 2**-9 of it (error
+at most 2**-10 of it, the model's own FP8 rounding of a group's largest value being 2**4); products of 128
 channels are summed at the tensor core's own accuracy (about 14 bits of the largest term) before fp32 takes over. All
 else is the same: weights exact (rows whose exponents span 12 octaves), bf16 where the model rounds, fp32 combine.
 """

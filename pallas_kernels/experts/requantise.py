@@ -17,20 +17,25 @@ from jax.experimental import pallas as pl
 from ..codecs import FP8_FLOOR, FP8_MAX, ceil_e8m0, e8m0_to_f32, round_e4m3
 from ..triton_e4m3 import ceil_exponent, float_of
 
+FP8_FITS = 464.0  # the largest magnitude that rounds to FP8_MAX: a tie, to even
 MOST_ROWS = 16  # of one program
 LANES = 8  # of one chunk of a row
 
 
 def _re_express(g, group_axis: int, inner_axes: tuple[int, ...]):
-    """Quantise each group to FP8 as the model does, then express a chunk's four groups with their largest scale.
+    """Quantise each group to FP8 as the model does, then express a chunk's four groups with one scale: the smallest that
+    holds all their quantised values.
 
+    Not the largest of the groups' scales: a group whose largest value rounds down to half of its range has a smaller
+    scale when its quantised values are quantised again, as those that came from another rank are. Either way the codes
+    and the scale are the same here.
     g: bf16, one axis of four groups, the other axes of a group in `inner_axes`.
     Returns (e4m3 bytes u8 like g, f32 scales with kept dims of size 1).
     """
     g = g.astype(jnp.float32)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=inner_axes, keepdims=True), jnp.float32(FP8_FLOOR))
     s = ceil_e8m0(amax * jnp.float32(1 / FP8_MAX))
-    top = jnp.max(s, axis=group_axis, keepdims=True)
+    top = jnp.max(ceil_e8m0(amax * jnp.float32(1 / FP8_FITS)), axis=group_axis, keepdims=True)
     q = round_e4m3(jnp.clip(g / e8m0_to_f32(s), -FP8_MAX, FP8_MAX))
     # 127 + s - top is the e8m0 byte of the ratio of the two scales; below byte 0 the group has vanished anyway.
     ratio = jnp.maximum(127 + s.astype(jnp.int32) - top.astype(jnp.int32), 0).astype(jnp.uint8)
@@ -53,9 +58,9 @@ def quantize_sorted(t):
     return q.reshape(t.shape), s.reshape(c, r)
 
 
-def _exponents(largest):
-    """f32 the largest magnitude of a group -> i32 the byte of its scale."""
-    return ceil_exponent(jnp.maximum(largest, jnp.float32(FP8_FLOOR)) * jnp.float32(1 / FP8_MAX))
+def _exponents(largest, most: float = FP8_MAX):
+    """f32 the largest magnitude of a group -> i32 the byte of its scale, which is at least a `most`-th of it."""
+    return ceil_exponent(jnp.maximum(largest, jnp.float32(FP8_FLOOR)) * jnp.float32(1 / most))
 
 
 def _words(g, s, top):
@@ -75,8 +80,9 @@ def _spread(x, position, count, words, scale, *, rows: int):
     row, lane, j = (jax.lax.broadcasted_iota(jnp.int32, (rows, LANES, 4), axis) for axis in range(3))
     groups = [x[first + row, chunk * 128 + 32 * q + 4 * lane + j].astype(jnp.float32) for q in range(4)]
     # not one maximum over both axes, which Pallas lowers to two and a way through shared memory between them
-    exponents = [_exponents(jnp.max(jnp.max(jnp.abs(g), 2), 1)) for g in groups]
-    top = functools.reduce(jnp.maximum, exponents)
+    largest = [jnp.max(jnp.max(jnp.abs(g), 2), 1) for g in groups]
+    exponents = [_exponents(a) for a in largest]
+    top = _exponents(functools.reduce(jnp.maximum, largest), FP8_FITS)
     each = lambda a: a[:, None, None]
     code = [_words(g, each(s), each(top)) for g, s in zip(groups, exponents, strict=True)]
     even, odd = jnp.stack(code[::2], -1), jnp.stack(code[1::2], -1)
@@ -99,8 +105,8 @@ def _sorted(t, count, words, scale, *, rows: int):
     @pl.when(pl.program_id(1) * rows < count[0])
     def _():
         g = t[0].astype(jnp.float32).reshape(rows, LANES, 4, 4)
-        s = _exponents(jnp.max(jnp.max(jnp.abs(g), 3), 1))
-        top = jnp.max(s, 1)
+        largest = jnp.max(jnp.max(jnp.abs(g), 3), 1)
+        s, top = _exponents(largest), _exponents(jnp.max(largest, 1), FP8_FITS)
         each = lambda a: a[:, None, None, None]
         words[0] = _words(g, s[:, None, :, None], each(top)).reshape(rows, 32)
         row, _ = (jax.lax.broadcasted_iota(jnp.int32, (rows, 2 * LANES), axis) for axis in range(2))
