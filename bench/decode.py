@@ -25,6 +25,8 @@ import numpy as np
 
 from bench import checks
 
+TOGETHER = 4  # steps compiled side by side: XLA compiles the kernels of one in several threads
+
 
 def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
     """The flags of one workload and its protocol, which every bench of the whole step takes."""

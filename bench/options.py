@@ -85,10 +85,11 @@ def build(bench: decode.Bench, found: list[Variant]) -> dict[str, str]:
         start = time.perf_counter()
         variant.compiled = lowered.compile()
         variant.compile_s += time.perf_counter() - start
+        print(f"{variant.name}: compiled in {variant.compile_s:.1f} s", flush=True)
 
     default, control, *toggles = found
     refused, running = {}, {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(decode.TOGETHER) as pool:
         for variant in (default, *toggles):
             start = time.perf_counter()
             if variant is not default:
@@ -129,7 +130,6 @@ def warm_up_all(bench: decode.Bench, found: list[Variant]) -> dict[str, str]:
     for variant in found:
         try:
             warm_up(bench, variant)
-            print(f"{variant.name}: compiled in {variant.compile_s:.1f} s", flush=True)
         except jax.errors.JaxRuntimeError as e:
             if not str(e).startswith("RESOURCE_EXHAUSTED") or not variant.field:
                 raise

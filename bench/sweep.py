@@ -16,6 +16,7 @@ import dataclasses
 import math
 import os
 import sys
+import time
 
 from bench import checks, decode
 
@@ -81,6 +82,7 @@ class Sweep:
     def prepare(self, todo: dict[Point, list[str]]) -> None:
         """Trace the points' steps one by one and compile them side by side; a point that is on the batch axis keeps its
         batch, another's is halved until its state fits. Raises ValueError where an operator refuses the shapes."""
+        start = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor() as pool:
             running = []
             for point, axes in todo.items():
@@ -89,6 +91,7 @@ class Sweep:
                 running.append(pool.submit(bench.compile, bench.lower()))
         for future in running:
             future.result()
+        print(f"{len(running)} steps compiled in {time.perf_counter() - start:.1f} s", flush=True)
 
     def _bench(self, point: Point, batch: int) -> decode.Bench:
         bench = decode.Bench(self._at(point, batch), self.watch, self.params)
@@ -165,10 +168,11 @@ def main(argv=None) -> dict:
                          capacity=point.capacity or None)  # fmt: skip
     peaks = common.measure_peaks()
     sweep = Sweep(args, watch, peaks)
-    sweep.prepare(todo)
     head = {"benchmark": "sweep", "environment": common.environment(args.seed), "peaks": dataclasses.asdict(peaks)}
     runs = []
-    for point, axes in todo.items():
+    for i, (point, axes) in enumerate(todo.items()):
+        if i % decode.TOGETHER == 0:  # so that a run cut short has measured what it compiled
+            sweep.prepare(dict(list(todo.items())[i : i + decode.TOGETHER]))
         print(f"{point} ({', '.join(axes)})", flush=True)
         try:
             run = {"axes": axes, "asked": dataclasses.asdict(point), **sweep.run(point, shrink="batch" not in axes)}
