@@ -6,7 +6,6 @@ memory map in blocks, in their stored formats, and only the rows that the rank o
 """
 
 import contextlib
-import dataclasses
 import pathlib
 import zipfile
 from collections.abc import Callable, Sequence
@@ -17,16 +16,16 @@ import numpy as np
 
 from dsv41_jax import expert_order as order
 from dsv41_jax import hyper_parts
+from dsv41_jax.checkpoint_listing import Listing, list_tensors
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
-from dsv41_jax.json_files import read_json
 from dsv41_jax.params import Transformer, flat_paths
-from dsv41_jax.safetensors_io import Entry, MappedFile, SafetensorsError, read_header
+from dsv41_jax.safetensors_io import MappedFile
 from dsv41_jax.tensors import IGNORED_PREFIXES, IGNORED_SUFFIXES, Source, released_tensors
 from pallas_kernels.block_scaled_matmul import LARGEST_SCALE
 from pallas_kernels.codecs import cdiv
 
-SINGLE, INDEX, TOKEN_MAP = "model.safetensors", "model.safetensors.index.json", "engram_token_map.npy"
+TOKEN_MAP = "engram_token_map.npy"
 BLOCK_BYTES = 256 << 20  # host staging per parameter block
 
 
@@ -138,70 +137,6 @@ def load_ranks(
 
 
 # what is in the folder ------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Listing:
-    """The tensors of a folder by name: which file holds them and where; and what is wrong with the files."""
-
-    tensors: dict[str, tuple[pathlib.Path, Entry]]
-    problems: list[str]
-
-
-def list_tensors(folder) -> Listing:
-    """Read every header of a folder. Unreadable, truncated or inconsistent files become problems, not exceptions."""
-    folder = pathlib.Path(folder)
-    out = Listing({}, [])
-    if not folder.is_dir():
-        out.problems.append("not a folder" if folder.exists() else "no such folder")
-        return out
-    if (folder / INDEX).is_file():
-        weight_map = _read_index(folder / INDEX, out.problems)
-        shards = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).is_file():
-        weight_map, shards = None, [SINGLE]
-    else:
-        out.problems.append(f"neither {SINGLE} nor {INDEX} in the folder")
-        return out
-    for shard in shards:
-        _add_shard(folder / shard, out)
-    if weight_map is not None:
-        _check_index(weight_map, out)
-    return out
-
-
-def _read_index(path, problems) -> dict[str, str]:
-    try:
-        weight_map = read_json(path)["weight_map"]
-        if not all(isinstance(v, str) and pathlib.PurePath(v).name == v for v in weight_map.values()):
-            raise ValueError("weight_map must name files of the folder")
-        return weight_map
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        problems.append(f"{path.name}: not an index ({type(e).__name__}: {e})")
-        return {}
-
-
-def _add_shard(path, out: Listing) -> None:
-    try:
-        entries = read_header(path)
-    except SafetensorsError as e:
-        out.problems.append(f"{path.name}: {e.problem}")
-        return
-    except OSError as e:
-        out.problems.append(f"{path.name}: {e.strerror}")
-        return
-    for name, entry in entries.items():
-        if name in out.tensors:
-            out.problems.append(f"{name}: in {out.tensors[name][0].name} and again in {path.name}")
-        out.tensors[name] = (path, entry)
-
-
-def _check_index(weight_map: dict[str, str], out: Listing) -> None:
-    for name, shard in weight_map.items():
-        if name in out.tensors and out.tensors[name][0].name != shard:
-            out.problems.append(f"{name}: the index says {shard}, it is in {out.tensors[name][0].name}")
-    out.problems += [f"{name}: in {path.name} but not in the index" for name, (path, _) in out.tensors.items()
-                     if name not in weight_map]  # fmt: skip
 
 
 def ignored(name: str) -> bool:

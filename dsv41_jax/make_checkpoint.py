@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from dsv41_jax.byte_tokenizer import byte_tokenizer, fits, special_tokens
-from dsv41_jax.checkpoint import INDEX, SINGLE, TOKEN_MAP
+from dsv41_jax.checkpoint import TOKEN_MAP
+from dsv41_jax.checkpoint_listing import INDEX, SINGLE
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
 from dsv41_jax.safetensors_io import Writer, tensor_bytes

@@ -10,7 +10,8 @@ import pytest
 from golden_data import CHECKPOINT
 
 from dsv41_jax import checkpoint
-from dsv41_jax.checkpoint import INDEX, SINGLE, TOKEN_MAP, CheckpointError, load, reload
+from dsv41_jax.checkpoint import TOKEN_MAP, CheckpointError, load, reload
+from dsv41_jax.checkpoint_listing import INDEX, SINGLE
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.params import Transformer, flat_paths

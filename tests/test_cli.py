@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cli_harness import SHORT, assert_refused, broken, run, scripted, short
 
-from dsv41_jax.checkpoint import SINGLE
+from dsv41_jax.checkpoint_listing import SINGLE
 from dsv41_jax.tokenizer import Tokenizer
 
 # generate -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cli_harness import SHORT, assert_refused, broken, run, short
 
-from dsv41_jax.checkpoint import SINGLE
+from dsv41_jax.checkpoint_listing import SINGLE
 from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.presets import TINY
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dsv41_jax import make_checkpoint as module
-from dsv41_jax.checkpoint import INDEX, SINGLE, TOKEN_MAP, load
+from dsv41_jax.checkpoint import TOKEN_MAP, load
+from dsv41_jax.checkpoint_listing import INDEX, SINGLE
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.make_checkpoint import checkpoint_tensors, make_checkpoint
 from dsv41_jax.params import flat_paths
