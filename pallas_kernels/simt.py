@@ -91,6 +91,10 @@ class Word:
     def maximum(self, o):
         return self._op("smax", o)
 
+    def __floordiv__(self, o):
+        """Unsigned quotient; cheap by a Python number."""
+        return self._op("udiv", o)
+
     def half_min(self, o):
         """Unsigned minimum of each 16-bit half."""
         return self._op("umin2", o)
@@ -211,6 +215,7 @@ class Emulator(Algorithms):
             "add": lambda: a + b,
             "sub": lambda: a - b,
             "mul": lambda: a * b,
+            "udiv": lambda: (ua // ub).view(np.int32),
             "and": lambda: a & b,
             "or": lambda: a | b,
             "xor": lambda: a ^ b,
@@ -404,6 +409,11 @@ class Emulator(Algorithms):
         bits = self._lanes(flag.x & self._mask).astype(np.uint32) << np.arange(FULL_WARP, dtype=np.uint32)
         word = bits.sum(-1, keepdims=True, dtype=np.uint32).view(np.int32)
         return Word(self, np.repeat(word, FULL_WARP, -1).reshape(self.rows, self.threads))
+
+    def sum_warp(self, value):
+        """Sum of one word over the lanes of a warp, in all of them."""
+        total = self._lanes(value.x).sum(-1, keepdims=True, dtype=np.int32)
+        return Word(self, np.repeat(total, FULL_WARP, -1).reshape(self.rows, self.threads))
 
     # launch control (no meaning here)
     def trigger_dependents(self):

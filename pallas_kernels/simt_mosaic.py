@@ -55,8 +55,8 @@ class Machine(simt.Algorithms):
             op = arith.minui if name == "umin2" else arith.maxui
             return llvm.bitcast(_i32(), op(llvm.bitcast(pair, a), llvm.bitcast(pair, b)))
         return {
-            "add": arith.addi, "sub": arith.subi, "mul": arith.muli, "and": arith.andi, "or": arith.ori,
-            "xor": arith.xori, "signin": _shift_in_sign, "shl": arith.shli, "shr": arith.shrui, "smin": arith.minsi, "smax": arith.maxsi,
+            "add": arith.addi, "sub": arith.subi, "mul": arith.muli, "udiv": arith.divui, "and": arith.andi,
+            "or": arith.ori, "xor": arith.xori, "signin": _shift_in_sign, "shl": arith.shli, "shr": arith.shrui, "smin": arith.minsi, "smax": arith.maxsi,
         }[name](a, b)  # fmt: skip
 
     def compare(self, name, a, b):
@@ -145,11 +145,12 @@ class Machine(simt.Algorithms):
         target = names[0] if count == 1 else "{" + ", ".join(names) + "}"
         kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[count]
         args, guard, setup = [address], "", ""
+        # Not ld.global.nc: ptxas moves that over griddepcontrol.wait, to where the kernel before has not written yet.
         if where is not None:  # one predicated load, so that several stay in flight
             args.append(self._flag_word(where))
             fill = " ".join(f"mov.b32 {n}, {other & 0xFFFFFFFF};" for n in names)
             setup, guard = f".reg .pred p; setp.ne.s32 p, ${count + 1}, 0; {fill} ", "@p "
-        text = f"{{ {setup}{guard}ld.global.nc.{kind} {target}, [${count} + {4 * offset}]; }}"
+        text = f"{{ {setup}{guard}ld.global.{kind} {target}, [${count} + {4 * offset}]; }}"
         return [Word(self, x) for x in utils.inline_ptx(text, *args, result_types=[_i32()] * count)]
 
     def load_byte(self, array, index, where=None, other=0):
@@ -229,6 +230,10 @@ class Machine(simt.Algorithms):
         text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
         args = [self._flag_word(flag)]
         return Word(self, utils.inline_ptx(text, *args, result_types=_i32(), has_side_effects=True, convergent=True))
+
+    def sum_warp(self, value):
+        text = "redux.sync.add.s32 $0, $1, 0xffffffff;"
+        return Word(self, utils.inline_ptx(text, value.x, result_types=_i32(), has_side_effects=True, convergent=True))
 
     # launch control
     def trigger_dependents(self):

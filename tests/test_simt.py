@@ -25,6 +25,21 @@ def test_scans_and_ballots():
     np.testing.assert_array_equal(ballots, np.repeat(per_warp, 32, 1))
 
 
+def test_sums_over_a_warp_and_quotients():
+    values = np.random.default_rng(1).integers(-(2**31), 2**31, (2, 128), np.int32)
+
+    def kernel(m, x, sums, quotients):
+        at = m.row * 128 + m.tid
+        value = m.load(x, at)
+        m.store(sums, at, m.sum_warp(value))
+        m.store(quotients, at, value // 24)
+
+    sums, quotients = run(kernel, [values], [((2, 128), "int32")] * 2)
+    per_warp = values.reshape(2, 4, 32).sum(-1, dtype=np.int64).astype(np.int32)  # wraps
+    np.testing.assert_array_equal(sums, np.repeat(per_warp, 32, 1))
+    np.testing.assert_array_equal(quotients, (values.view(np.uint32) // 24).view(np.int32))
+
+
 def test_words_wrap_and_compare_as_stated():
     def kernel(m, out):
         big = m.word(0x7FFFFFFF) + m.tid
