@@ -1,4 +1,4 @@
-"""The experts' plan: definition and interpreted kernel against a loop over slots, every element."""
+"""The experts' plan: definition, interpreted and emulated kernel against a loop over slots, every element."""
 
 import dataclasses
 import functools
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_plan import Plan, expert_plan, explain, one_kernel, reference
-from pallas_kernels.expert_plan.specs import BY_NAME, SPECS
+from pallas_kernels.expert_plan import Plan, counting_sort, expert_plan, explain, one_kernel, reference
+from pallas_kernels.expert_plan.specs import BY_NAME, SPECS, ExpertPlanSpec
 from tests import deviceless
 
 SMALL = [s for s in SPECS if s.name.startswith("tiny")]
+RUNS = ("reference", "one_kernel", "counting_sort")
 FIELDS = [f.name for f in dataclasses.fields(Plan)]
 
 
@@ -50,21 +51,46 @@ def compiled(ids, weights, first, *, run, local, tile_rows):
     return one_kernel.expert_plan(ids, weights, first, local=local, tile_rows=tile_rows, interpret=True)
 
 
-@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
-@pytest.mark.parametrize("run", ["reference", "one_kernel"])
-def test_equals_a_loop_over_slots(spec, run):
-    ids, weights, first = spec.make_inputs(3)
+def check_a_loop_over_slots(spec, ids, weights, first, run):
     want = numpy_plan(np.asarray(ids), np.asarray(weights), int(first), **spec.options)
+    if run == "counting_sort":
+        return check(counting_sort.emulated(ids, weights, first, **spec.options), want)
     check(compiled(ids, weights, first, run=run, **spec.options), want)
 
 
-@pytest.mark.parametrize("run", ["reference", "one_kernel"])
+@pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("run", RUNS)
+def test_equals_a_loop_over_slots(spec, run):
+    check_a_loop_over_slots(spec, *spec.make_inputs(3), run)
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_takes_any_foreign_id(run):
     spec = BY_NAME["tiny_foreign"]
     ids, weights, first = spec.make_inputs(4)
     ids = ids.at[0].set(jnp.array([-1, 9, -(2**31)])).at[1].set(2**31 - 1).at[2, 0].set(14)
-    want = numpy_plan(np.asarray(ids), np.asarray(weights), int(first), **spec.options)
-    check(compiled(ids, weights, first, run=run, **spec.options), want)
+    check_a_loop_over_slots(spec, ids, weights, first, run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_repeated_ids_keep_the_order_of_the_slots(run):
+    spec = BY_NAME["tiny_foreign"]
+    ids, weights, first = spec.make_inputs(6)
+    check_a_loop_over_slots(spec, ids.at[3].set(10).at[4].set(jnp.array([12, 2, 12])), weights, first, run)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        BY_NAME["verify"],
+        ExpertPlanSpec("several_experts_a_block", 777, 6, 300, 24, total=310, first=4),
+        ExpertPlanSpec("most_experts_and_slots", 8192, 4, 512, 64, total=530, first=7),
+        ExpertPlanSpec("more_tiles_than_threads", 1200, 1, 3, 2, "one"),
+    ],
+    ids=lambda s: s.name,
+)
+def test_counting_sort_at_sizes_of_use_and_limits(spec):
+    check_a_loop_over_slots(spec, *spec.make_inputs(7), "counting_sort")
 
 
 def test_sort_and_pairwise_ranks_agree(monkeypatch):
@@ -77,12 +103,14 @@ def test_sort_and_pairwise_ranks_agree(monkeypatch):
 def test_falls_back_with_a_reason():
     ids, weights, first = BY_NAME["tiny"].make_inputs(0)
     told = explain(ids, weights, first, local=12, tile_rows=8, arch="sm_90")
-    assert told["chosen"] == "one_kernel"
+    assert told["chosen"] == "one_kernel" and "not run on a GPU" in told["counting_sort"]
     told = explain(ids, weights, first, local=12, tile_rows=8, arch="cpu")
     assert told["chosen"] == "reference" and "is for sm_90" in told["one_kernel"]
-    assert "at most 512" in explain(ids, weights, first, local=513, tile_rows=8, arch="sm_90")["one_kernel"]
+    told = explain(ids, weights, first, local=513, tile_rows=8, arch="sm_90")
+    assert "at most 512" in told["one_kernel"] and "at most 512" in told["counting_sort"]
     many = jax.ShapeDtypeStruct((5000, 8), jnp.int32), jax.ShapeDtypeStruct((5000, 8), jnp.float32), 0
-    assert "40000 slots" in explain(*many, local=96, tile_rows=8, arch="sm_90")["one_kernel"]
+    told = explain(*many, local=96, tile_rows=8, arch="sm_90")
+    assert "40000 slots" in told["one_kernel"] and "40000 slots" in told["counting_sort"]
     with pytest.raises(ValueError, match=r"ids and weights \[T, K\]"):
         expert_plan(ids, weights[:-1], first, local=12, tile_rows=8)
     with pytest.raises(ValueError, match="a scalar first_expert"):
@@ -98,9 +126,22 @@ def test_compiles_to_one_kernel_without_spills(target):
     assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers <= 128
 
 
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+@pytest.mark.parametrize("target", deviceless.TARGETS)
+def test_counting_sort_compiles_to_one_kernel_without_spills(target):
+    names = tuple(f"{name}:counting_sort" for name in ("verify", "verify_2_ranks", "verify_4_ranks"))
+    for compiled in deviceless.compile_all(target, "pallas_kernels.expert_plan.specs:deviceless_case", names).values():
+        (kernel,) = compiled.kernels
+        assert "expert_plan" in kernel.name and kernel.spill_bytes == 0 and kernel.registers <= 64
+        assert "red.shared.add" in compiled.ptx and "griddepcontrol.wait" in compiled.ptx
+        assert "ld.global.nc" not in compiled.ptx  # ptxas would move such loads over the wait
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["one_kernel", "counting_sort"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_kernel_equals_definition_on_the_gpu(spec):
+def test_kernel_equals_definition_on_the_gpu(spec, impl):
     inputs = spec.make_inputs(5)
     want = expert_plan(*inputs, **spec.options, impl="reference")
-    check(expert_plan(*inputs, **spec.options, impl="one_kernel"), {f: np.asarray(getattr(want, f)) for f in FIELDS})
+    check(expert_plan(*inputs, **spec.options, impl=impl), {f: np.asarray(getattr(want, f)) for f in FIELDS})

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
+from . import counting_sort as sorting
 from . import one_kernel, reference
 from .reference import Plan
 
 IMPLEMENTATIONS = (
+    Implementation("counting_sort", sorting.expert_plan, sorting.ARCHES, sorting.refuses, sorting.BY_NAME_ONLY),
     Implementation("one_kernel", one_kernel.expert_plan, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", reference.expert_plan),
 )

@@ -66,16 +66,19 @@ SPECS = (
     ExpertPlanSpec("verify", 384, 6, 96, 32),
     ExpertPlanSpec("verify_on_one", 384, 6, 96, 32, "one"),
     ExpertPlanSpec("draft", 320, 3, 32, 64),
+    ExpertPlanSpec("verify_2_ranks", 768, 6, 192, 32, total=384, first=192),
     ExpertPlanSpec("verify_4_ranks", 1536, 6, 96, 32, total=384, first=96),
 )
 BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
-    from . import one_kernel
+    """Spec name, or that and a kernel's module after a colon -> (function, abstract arguments) for a compile without a GPU."""
+    from . import counting_sort, one_kernel
 
+    name, _, module = name.partition(":")
+    run = (counting_sort if module == "counting_sort" else one_kernel).expert_plan
     s = BY_NAME[name]
     shape = jax.ShapeDtypeStruct
     arguments = shape((s.rows, s.k), jnp.int32), shape((s.rows, s.k), jnp.float32), shape((), jnp.int32)
-    return (lambda *a: one_kernel.expert_plan(*a, **s.options)), arguments
+    return (lambda *a: run(*a, **s.options)), arguments
