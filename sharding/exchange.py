@@ -4,13 +4,14 @@ Each is used inside shard_map over one mesh axis and has the members of `dsv41_j
 `run_experts`, `lookup`. Rank r owns experts [r*E/R, (r+1)*E/R). Both exchanges give the same bits.
 
 What is exact. Rows travel as FP8 with their scales in `released` (experts quantise to the same values again: quantising
-a quantised group is the identity on values) and as they are in the float32 precisions. A rank's contribution to a row
-is an fp32 sum over its experts in ascending id; the home rank adds the ranks' contributions in ascending rank. So, where
-the experts give a row the same bits in any batch, the result depends neither on the exchange, nor on the rest of the
-batch, nor on which rank the request lives on. (XLA's own dense products do not promise that: a whole step over R ranks
-agrees with one device to rounding, its tokens are compared.) The definition of this order on one device is `BlockedExchange(R)`. `moe.LocalExchange` adds all experts one by one instead:
-the same terms in the same order, associated differently, so a row with two or more experts on a later rank may differ
-from it by fp32 rounding (before the result is rounded to the activation dtype).
+a quantised group is the identity on values, though its scale may be half as large) and as they are in the float32
+precisions. A rank's contribution to a row is an fp32 sum over its experts in ascending id; the home rank adds the ranks'
+contributions in ascending rank. So, where the experts give a row the same bits in any batch, the result depends neither on
+the exchange, nor on the rest of the batch, nor on which rank the request lives on. (XLA's own dense products promise that
+on a GPU only for the same number of rows: `bench.ranks_check` compares a step over R ranks with each rank's requests alone
+on one device.) The definition of this order on one device is `BlockedExchange(R)`. `moe.LocalExchange` adds all experts one
+by one instead: the same terms in the same order, associated differently, so a row with two or more experts on a later rank
+may differ from it by fp32 rounding (before the result is rounded to the activation dtype).
 `GatherExchange(combine="reduce_scatter")` leaves the order to the collective.
 
 What hides a transfer. XLA's scheduler does not know what the kernels cost, so barriers tell it the order: rows travel

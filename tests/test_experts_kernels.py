@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bench import hlo_report
-from pallas_kernels.experts import experts, experts_parts, shuffle_weights
+from pallas_kernels.experts import experts, experts_parts, hopper, shuffle_weights
+from pallas_kernels.experts.reference import qdq_fp8
 from pallas_kernels.experts.specs import ExpertsSpec
 from tests import deviceless, triton_interpreter
 
@@ -139,6 +140,25 @@ def test_rows_do_not_depend_on_the_batch():
         whole = np.asarray(run(*args))
         part = np.asarray(run(x[7:19], ids[7:19], weights[7:19], *args[3:]))
         np.testing.assert_array_equal(part, whole[7:19])
+
+
+@pytest.mark.gpu
+def test_hopper_rows_have_the_same_bits_in_tiles_of_any_size_and_after_fp8():
+    """What ranks need: more rows come in wider tiles, and rows of another rank have been through FP8."""
+    if "hopper" not in implementations():
+        pytest.skip("the kernel is for Hopper")
+    spec = SMALL[3]
+    arrays = spec.make_inputs(10)
+    _, (x, *rest) = call("hopper", spec, arrays)
+
+    def run(x, n):
+        options = {"first_expert": spec.first, "tuning": {"n": n}}
+        return np.asarray(jax.jit(functools.partial(hopper.experts, **options))(x, *rest)).view(np.int32)
+
+    want = run(x, hopper.TILE_ROWS[0])
+    for n in hopper.TILE_ROWS[1:]:
+        np.testing.assert_array_equal(run(x, n), want, err_msg=f"tiles of {n} rows")
+    np.testing.assert_array_equal(run(qdq_fp8(x), 16), want)
 
 
 @pytest.mark.gpu
