@@ -273,9 +273,15 @@ class Check:
         return [whole.of_rank(r, self.args.ranks) for r in range(self.args.ranks)]
 
     def compare(self, want: list[Record], got: list[Record]) -> dict:
-        """{"equal": all of it, "ranks": [`compare` of each rank]}"""
+        """Plain data: "ranks": `compare` of each; beside it all of them together, the lowest share of equal slots and pages."""
         each = [compare(*pair) for pair in zip(want, got, self.batches(), strict=True)]
-        return {"equal": all(r["equal"] for r in each), "ranks": each}
+        sums = ("requests", "requests_with_equal_tokens", "tokens", "accepted_drafts")
+        return {
+            "equal": all(r["equal"] for r in each),
+            **{name: sum(r[name] for r in each) for name in sums},
+            "equal_slots_and_pages": min(r["equal_slots_and_pages"] for r in each),
+            "ranks": each,
+        }
 
 
 def _tell(what: str, result: dict) -> None:

@@ -107,13 +107,14 @@ def test_two_ranks_give_what_one_device_gives_each_and_a_wrong_expert_is_found(t
     got = json.loads(path.read_text())
     assert got["protocol"]["precision"] == "released"
     result = got["result"]["gather/2"]
-    assert result["equal"] and len(result["ranks"]) == 2 and sum(r["tokens"] for r in result["ranks"]) > 9
+    assert result["equal"] and len(result["ranks"]) == 2 and result["equal_slots_and_pages"] == 1.0
+    assert result["tokens"] == sum(r["tokens"] for r in result["ranks"]) > 9 and result["requests"] == 4
     for r in result["ranks"]:
         assert (r["equal"], r["steps"], r["steps_with_equal_tokens"], r["equal_slots_and_pages"]) == (True, 3, 3, 1.0)
         assert r["requests_with_equal_tokens"] == r["requests"] == 2
         assert r["largest_confidence_difference"] == 0.0 and r["all_finite"] and r["first_difference"] is None
     wrong = json.loads(done.stdout.splitlines()[-1])
-    assert not wrong["equal"]
+    assert not wrong["equal"] and wrong["equal_slots_and_pages"] < 1
     for r, slots in zip(wrong["ranks"], wrong["slots"], strict=True):
         # layer 0's experts are wrong, so the first cache that shows it is layer 1's, in the step that first asks for one
         first = r["first_difference"]
