@@ -203,6 +203,7 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
     strided = lambda count: plgpu.Layout.WG_STRIDED((count,), vec_size=1)
     regs, left, one, splat = strided(64 * n), strided(128 * 16), strided(128), plgpu.Layout.WG_SPLAT(())
     own = strided(64 * tile.columns)
+    over = lambda a, b: jax.lax.div(a, jnp.int32(b))  # not `//`, which minds signs and is slow to lower
     array = lambda layout, count, dtype: plgpu.ShapeDtypeStruct((count,), dtype, layout=layout)
     sums, own_sums = array(regs, 64 * n, jnp.float32), array(own, 64 * tile.columns, jnp.float32)
     swizzle, narrow = plgpu.SwizzleTransform(128), plgpu.SwizzleTransform(64)
@@ -224,14 +225,14 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
 
     def body(x_gmem, w_gmem, s_gmem, out_gmem, x_smem, w_smem, full, empty, out_smem=None):
         wg, cluster, part = (jax.lax.axis_index(name) for name in ("wg", "cluster", "part"))
-        mine = (items - cluster + clusters - 1) // clusters
+        mine = over(items - cluster + clusters - 1, clusters)
         after = lambda slot: jnp.where(slot == stages - 1, 0, slot + 1)
-        begin, end = (steps * (part + i) // tile.splits for i in (0, 1))
+        begin, end = (over(steps * (part + i), tile.splits) for i in (0, 1))
 
         def place(i):
             """(first weight row, first row of x) of this block's i-th tile."""
             index = cluster + i * clusters
-            return index // n_tiles * tile.rows, index % n_tiles * n
+            return over(index, n_tiles) * tile.rows, jax.lax.rem(index, jnp.int32(n_tiles)) * n
 
         def produce():
             if tile.registers:
@@ -239,7 +240,7 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
 
             def item(i, state):
                 row, first = place(i)
-                channel = row // per_group * inner
+                channel = over(row, per_group) * inner
 
                 def step(k, state):
                     slot, filled = state

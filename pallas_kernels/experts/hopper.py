@@ -127,12 +127,13 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, blocks=No
     regs = plgpu.Layout.WG_STRIDED((64 * n,), vec_size=1)
     splat = plgpu.Layout.WG_SPLAT
     swizzle = plgpu.SwizzleTransform(128)
+    over = lambda a, b: jax.lax.div(a, jnp.int32(b))  # not `//`, which minds signs and is slow to lower
 
     def body(x_gmem, scale_gmem, w_gmem, s_gmem, tiles, weight_gmem, out_gmem, x_smem, scale_smem, w_smem, s_smem,
              full, empty):  # fmt: skip
         wg, block = jax.lax.axis_index("wg"), jax.lax.axis_index("block")
         items = tiles[3, 0] * bands
-        mine = (items - block + sms - 1) // sms
+        mine = over(items - block + sms - 1, sms)
         after = lambda slot: jnp.where(slot == stages - 1, 0, slot + 1)
 
         def produce():
@@ -141,7 +142,7 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, blocks=No
 
             def item(i, state):
                 index = block + i * sms
-                tile, band = index // bands, index % bands
+                tile, band = over(index, bands), jax.lax.rem(index, jnp.int32(bands))
                 expert, first = tiles[0, tile], tiles[1, tile]
                 own = pl.ds(blocks.start + band * groups, groups)
 
@@ -177,7 +178,7 @@ def grouped_gemm(x, scale, w, s, plan, *, n, kind, limit, groups, sms, blocks=No
 
             def item(i, slot):
                 index = block + i * sms
-                tile, band = index // bands, index % bands
+                tile, band = over(index, bands), jax.lax.rem(index, jnp.int32(bands))
 
                 def step(_, state):
                     slot, total = state
