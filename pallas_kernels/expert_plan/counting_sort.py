@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .. import simt
 from ..codecs import cdiv, round_up
-from .reference import ALIGN, Plan, max_tiles, sorted_size
+from .reference import ALIGN, Plan, beyond, max_tiles, sorted_size
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 BY_NAME_ONLY = "it has not run on a GPU yet: emulated and compiled without one, never timed"
@@ -74,13 +74,7 @@ class Shape:
 def refuses(ids, weights, first_expert, *, local, tile_rows):
     """Why the kernel does not take these arguments, or None."""
     del first_expert, tile_rows
-    if ids.dtype != jnp.int32 or weights.dtype != jnp.float32:
-        return f"ids are {ids.dtype} and weights {weights.dtype}, the kernel is for int32 and float32"
-    if local > MOST_EXPERTS:
-        return f"{local} local experts, the kernel is for at most {MOST_EXPERTS}"
-    if ids.size > MOST_SLOTS:
-        return f"{ids.size} slots, the kernel is for at most {MOST_SLOTS}"
-    return None
+    return beyond(ids, weights, local, experts=MOST_EXPERTS, slots=MOST_SLOTS)
 
 
 def kernel(shape: Shape, m, ids, weights, first, position, token, weight, tiles, count):

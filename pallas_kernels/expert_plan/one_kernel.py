@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .reference import ALIGN, Plan, max_tiles, sorted_size
+from .reference import ALIGN, Plan, beyond, max_tiles, sorted_size
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 MOST_EXPERTS = 512
@@ -36,13 +36,7 @@ def _lanes(local: int) -> int:
 def refuses(ids, weights, first_expert, *, local, tile_rows):
     """Why the kernel does not take these arguments, or None."""
     del first_expert, tile_rows
-    if ids.dtype != jnp.int32 or weights.dtype != jnp.float32:
-        return f"ids are {ids.dtype} and weights {weights.dtype}, the kernel is for int32 and float32"
-    if local > MOST_EXPERTS:
-        return f"{local} local experts, the kernel is for at most {MOST_EXPERTS}"
-    if ids.size > 255 * _lanes(local):
-        return f"{ids.size} slots, the kernel counts at most {255 * _lanes(local)} (255 a lane)"
-    return None
+    return beyond(ids, weights, local, experts=MOST_EXPERTS, slots=255 * _lanes(local))  # it counts to 255 in a lane
 
 
 def _counts(key, slots: int, local: int):

@@ -31,6 +31,17 @@ class Plan:
     tiles: jax.Array
 
 
+def beyond(ids, weights, local: int, *, experts: int, slots: int) -> str | None:
+    """Why a kernel for at most so many local experts and slots does not take these arguments, or None."""
+    if ids.dtype != jnp.int32 or weights.dtype != jnp.float32:
+        return f"ids are {ids.dtype} and weights {weights.dtype}, the kernel is for int32 and float32"
+    if local > experts:
+        return f"{local} local experts, the kernel is for at most {experts}"
+    if ids.size > slots:
+        return f"{ids.size} slots, the kernel is for at most {slots}"
+    return None
+
+
 def max_tiles(slots: int, local: int, tile_rows: int) -> int:
     """Most tiles of `tile_rows` rows that `slots` rows on `local` experts can need."""
     return min(slots, local + slots // tile_rows)
