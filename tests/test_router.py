@@ -163,4 +163,5 @@ def test_kernel_equals_definition_on_the_gpu(spec, impl):
     want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
     got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl=impl)
     np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
-    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=5e-6)  # fp32 sums of 5120 in another order
+    tolerance = 5e-6 if impl == "two_kernels" else 1e-6  # its fp32 sums of 5120 products have an order of their own
+    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=tolerance)
