@@ -36,7 +36,8 @@ def device_us(function, rotations, *, dispatches: int = 4, in_place: int = 0) ->
     """What the GPU itself was busy for, per call of `function`: profiler time of its kernels, launches and gaps left out.
 
     Arguments as `us_per_call`. Returns {"device_us": sum over the kernels, "kernels": {name: {"count", "us"}} per call}.
-    Compiled without CUDA graphs, in which the profiler does not tell kernels of one module from another's."""
+    Compiled without CUDA graphs, in which the profiler does not tell kernels of one module from another's. Raises
+    RuntimeError for a trace without any."""
     compiled, state, rest, out = _all_rotations(function, rotations, in_place, {"xla_gpu_graph_min_graph_size": 1 << 30})
     for _ in range(2):
         state, out = jax.block_until_ready(compiled(state, out, rest))
@@ -46,6 +47,8 @@ def device_us(function, rotations, *, dispatches: int = 4, in_place: int = 0) ->
                 state, out = compiled(state, out, rest)
             jax.block_until_ready((state, out))
         kernels = by_kernel(read_trace(folder, "jit_every"), dispatches * len(rotations))
+    if not kernels:
+        raise RuntimeError("profiler: the trace holds no kernel of the timed calls")
     return {"device_us": round(sum(row["us"] for row in kernels.values()), 3), "kernels": kernels}
 
 
