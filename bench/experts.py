@@ -111,8 +111,7 @@ def parts(rotation, shuffled, config: dict) -> dict:
     routing = [((i, w), {}) for _, i, w in rotation]
     return {
         "plan": (make_plan, routing),
-        "plan_one_kernel": (functools.partial(make_plan, impl="one_kernel"), routing),
-        "plan_counting_sort": (functools.partial(make_plan, impl="counting_sort"), routing),
+        "plan_reference": (functools.partial(make_plan, impl="reference"), routing),
         "prepare": (prepare, pairs([r[0] for r in rotation], plans)),
         "gemm_swiglu": (first, pairs(rows, plans, *shuffled[:2])),
         "requantise": (requantise.sorted_rows, pairs(ts, [p.count for p in plans])),

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.expert_plan import Plan, counting_sort, expert_plan, explain, one_kernel, reference
+from pallas_kernels.expert_plan import Plan, counting_sort, expert_plan, explain, reference
 from pallas_kernels.expert_plan.specs import BY_NAME, SPECS, ExpertPlanSpec
 from tests import deviceless
 
 SMALL = [s for s in SPECS if s.name.startswith("tiny")]
-RUNS = ("reference", "one_kernel", "counting_sort")
+RUNS = ("reference", "counting_sort")
 FIELDS = [f.name for f in dataclasses.fields(Plan)]
 
 
@@ -44,18 +44,14 @@ def check(got, want):
         np.testing.assert_array_equal(a, want[name], err_msg=name)
 
 
-@functools.partial(jax.jit, static_argnames=("run", "local", "tile_rows"))  # one program for all routings of a shape
-def compiled(ids, weights, first, *, run, local, tile_rows):
-    if run == "reference":
-        return reference.expert_plan(ids, weights, first, local=local, tile_rows=tile_rows)
-    return one_kernel.expert_plan(ids, weights, first, local=local, tile_rows=tile_rows, interpret=True)
+# one program for all routings of a shape
+definition = functools.partial(jax.jit, static_argnames=("local", "tile_rows"))(reference.expert_plan)
 
 
 def check_a_loop_over_slots(spec, ids, weights, first, run):
     want = numpy_plan(np.asarray(ids), np.asarray(weights), int(first), **spec.options)
-    if run == "counting_sort":
-        return check(counting_sort.emulated(ids, weights, first, **spec.options), want)
-    check(compiled(ids, weights, first, run=run, **spec.options), want)
+    plan = counting_sort.emulated if run == "counting_sort" else definition
+    check(plan(ids, weights, first, **spec.options), want)
 
 
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
@@ -103,14 +99,14 @@ def test_sort_and_pairwise_ranks_agree(monkeypatch):
 def test_falls_back_with_a_reason():
     ids, weights, first = BY_NAME["tiny"].make_inputs(0)
     told = explain(ids, weights, first, local=12, tile_rows=8, arch="sm_90")
-    assert told["chosen"] == "one_kernel" and "not run on a GPU" in told["counting_sort"]
+    assert told["chosen"] == "counting_sort"
     told = explain(ids, weights, first, local=12, tile_rows=8, arch="cpu")
-    assert told["chosen"] == "reference" and "is for sm_90" in told["one_kernel"]
+    assert told["chosen"] == "reference" and "is for sm_90" in told["counting_sort"]
     told = explain(ids, weights, first, local=513, tile_rows=8, arch="sm_90")
-    assert "at most 512" in told["one_kernel"] and "at most 512" in told["counting_sort"]
+    assert told["chosen"] == "reference" and "at most 512" in told["counting_sort"]
     many = jax.ShapeDtypeStruct((5000, 8), jnp.int32), jax.ShapeDtypeStruct((5000, 8), jnp.float32), 0
     told = explain(*many, local=96, tile_rows=8, arch="sm_90")
-    assert "40000 slots" in told["one_kernel"] and "40000 slots" in told["counting_sort"]
+    assert told["chosen"] == "reference" and "40000 slots" in told["counting_sort"]
     with pytest.raises(ValueError, match=r"ids and weights \[T, K\]"):
         expert_plan(ids, weights[:-1], first, local=12, tile_rows=8)
     with pytest.raises(ValueError, match="a scalar first_expert"):
@@ -121,16 +117,7 @@ def test_falls_back_with_a_reason():
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_one_kernel_without_spills(target):
-    compiled = deviceless.compile_for(target, "pallas_kernels.expert_plan.specs:deviceless_case", "verify")
-    kernel = compiled.matching("expert_plan")
-    assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers <= 128
-
-
-@pytest.mark.deviceless
-@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
-@pytest.mark.parametrize("target", deviceless.TARGETS)
-def test_counting_sort_compiles_to_one_kernel_without_spills(target):
-    names = tuple(f"{name}:counting_sort" for name in ("verify", "verify_2_ranks", "verify_4_ranks"))
+    names = ("verify", "verify_2_ranks", "verify_4_ranks")
     for compiled in deviceless.compile_all(target, "pallas_kernels.expert_plan.specs:deviceless_case", names).values():
         (kernel,) = compiled.kernels
         assert "expert_plan" in kernel.name and kernel.spill_bytes == 0 and kernel.registers <= 64
@@ -139,9 +126,8 @@ def test_counting_sort_compiles_to_one_kernel_without_spills(target):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["one_kernel", "counting_sort"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_kernel_equals_definition_on_the_gpu(spec, impl):
+def test_kernel_equals_definition_on_the_gpu(spec):
     inputs = spec.make_inputs(5)
     want = expert_plan(*inputs, **spec.options, impl="reference")
-    check(expert_plan(*inputs, **spec.options, impl=impl), {f: np.asarray(getattr(want, f)) for f in FIELDS})
+    check(expert_plan(*inputs, **spec.options, impl="counting_sort"), {f: np.asarray(getattr(want, f)) for f in FIELDS})

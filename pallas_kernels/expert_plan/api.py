@@ -3,13 +3,11 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import counting_sort as sorting
-from . import one_kernel, reference
+from . import counting_sort, reference
 from .reference import Plan
 
 IMPLEMENTATIONS = (
-    Implementation("counting_sort", sorting.expert_plan, sorting.ARCHES, sorting.refuses, sorting.BY_NAME_ONLY),
-    Implementation("one_kernel", one_kernel.expert_plan, one_kernel.ARCHES, one_kernel.refuses),
+    Implementation("counting_sort", counting_sort.expert_plan, counting_sort.ARCHES, counting_sort.refuses),
     Implementation("reference", reference.expert_plan),
 )
 

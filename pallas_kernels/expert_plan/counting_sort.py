@@ -18,7 +18,6 @@ from ..codecs import cdiv, round_up
 from .reference import ALIGN, Plan, beyond, max_tiles, sorted_size
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
-BY_NAME_ONLY = "it has not run on a GPU yet: emulated and compiled without one, never timed"
 MOST_EXPERTS, MOST_SLOTS = 512, 32 * 32 * 32  # a bit for each slot in the lanes of 32 warps
 THREADS, MOST_THREADS = 512, 1024
 _SMS = 132

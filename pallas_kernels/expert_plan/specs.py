@@ -73,12 +73,10 @@ BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """Spec name, or that and a kernel's module after a colon -> (function, abstract arguments) for a compile without a GPU."""
-    from . import counting_sort, one_kernel
+    """Spec name -> (function, abstract arguments) for a compile without a GPU."""
+    from .counting_sort import expert_plan
 
-    name, _, module = name.partition(":")
-    run = (counting_sort if module == "counting_sort" else one_kernel).expert_plan
     s = BY_NAME[name]
     shape = jax.ShapeDtypeStruct
     arguments = shape((s.rows, s.k), jnp.int32), shape((s.rows, s.k), jnp.float32), shape((), jnp.int32)
-    return (lambda *a: run(*a, **s.options)), arguments
+    return (lambda *a: expert_plan(*a, **s.options)), arguments
