@@ -23,6 +23,7 @@ from pallas_kernels.select_tokens import SlotMap
 from pallas_kernels.select_tokens import api as select_tokens
 from pallas_kernels.sparse_attention import api as sparse_attention
 from pallas_kernels.sparse_plan import api as sparse_plan
+from pallas_kernels.swiglu import api as swiglu
 from pallas_kernels.window_store import api as window_store
 
 
@@ -94,6 +95,8 @@ def explain_operators(
         "sparse_plan": lambda: sparse_plan.explain(
             _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows), key_count=shapes.capacity,
             k=c.candidate_topk_blocks, count=_i32(shapes.rows), block_size=c.candidate_block_size, arch=arch),
+        "swiglu": lambda: swiglu.explain(
+            _bf16(shapes.rows, 2 * c.moe_intermediate_size), limit=c.swiglu_limit, round_trip=True, arch=arch),
         "window_store": lambda: window_store.explain(
             *shapes.window(), first=c.q_lora_rank, eps=c.rms_norm_eps, arch=arch),
     }  # fmt: skip

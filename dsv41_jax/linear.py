@@ -20,6 +20,21 @@ def _block_scaled_matmul(x, weight, scale, *, groups, quantised, impl, arch):
     return block_scaled_matmul(x, weight, scale, groups=groups, quantised=quantised, impl=impl, arch=arch)
 
 
+def _chosen(groups: int, options: DecodeOptions) -> dict:
+    return {"groups": groups, "impl": options.impl("block_scaled_matmul"), "arch": registry.current_arch()}
+
+
+def wants_round_trip(
+    rows,  # dtype[T, I] or its shape and dtype
+    linear: Fp8Linear,
+    p: Precision,
+    options: DecodeOptions,
+) -> bool:
+    """Whether `fp8_linear` of these rows begins with an FP8 round trip of its own, which whoever makes the rows may do."""
+    operands = rows, linear.weight[...], linear.scale[...]
+    return p.quantise_activations and not rounds_rows(*operands, **_chosen(1, options))
+
+
 def fp8_matmul(
     x,  # dtype[T, G*I]
     weight,  # f8[G*O, I]
@@ -28,13 +43,14 @@ def fp8_matmul(
     options: DecodeOptions,
     *,
     quantise: bool = True,
+    ready: bool = False,
     groups: int = 1,
 ):
     """dtype[T, G*O]: products with a block-scaled weight, of the O rows of each group with that group's I channels.
-    quantise: x goes through the per-32 FP8 round trip first (exact in bf16), in `released`."""
+    quantise: x goes through the per-32 FP8 round trip first (exact in bf16), in `released`. ready: it has been already."""
     quantise = quantise and p.quantise_activations
-    chosen = {"groups": groups, "impl": options.impl("block_scaled_matmul"), "arch": registry.current_arch()}
-    if quantise and not rounds_rows(x, weight, scale, **chosen):
+    chosen = _chosen(groups, options)
+    if quantise and not ready and not rounds_rows(x, weight, scale, **chosen):
         x = fp8_round_trip(x, impl=options.impl("fp8_round_trip"))
     return _block_scaled_matmul(x, weight, scale, quantised=quantise, **chosen)
 
@@ -44,6 +60,7 @@ def fp8_linear(
     linear: Fp8Linear,
     p: Precision,
     options: DecodeOptions,
+    ready: bool = False,
 ):
-    """dtype[T, O]: the FP8 linear of spec/model.md section 4."""
-    return fp8_matmul(x, linear.weight[...], linear.scale[...], p, options)
+    """dtype[T, O]: the FP8 linear of spec/model.md section 4. ready: x has been through its round trip already."""
+    return fp8_matmul(x, linear.weight[...], linear.scale[...], p, options, ready=ready)

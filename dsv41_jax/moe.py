@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import lookup
-from dsv41_jax.linear import fp8_linear
+from dsv41_jax.linear import fp8_linear, wants_round_trip
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Experts, MoE
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs, registry
 from pallas_kernels.experts.api import experts_parts
 from pallas_kernels.router.api import fake_balance, router
+from pallas_kernels.swiglu.api import fuses, swiglu
 
 NOTHING_BESIDE = (lambda: None, lambda _: None)
 
@@ -46,15 +47,6 @@ class LocalExchange:
     def rank(self):
         """i32[]: this rank."""
         return jnp.int32(0)
-
-
-def swiglu(
-    gate_up,  # dtype[T, 2F]: gate columns, then up columns
-    limit: float,
-):
-    """f32[T, F]: silu(min(gate, limit)) * clamp(up, +-limit)."""
-    g, v = jnp.split(gate_up.astype(jnp.float32), 2, -1)
-    return jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(v, -limit, limit)
 
 
 @functools.partial(jax.jit, static_argnames=("parts", "spare_sms", "limit", "precision", "impl", "plan_impl", "arch"))
@@ -90,13 +82,18 @@ def moe(
                         spare_sms=spare_sms, limit=c.swiglu_limit, precision=p.name, impl=options.impl("experts"),
                         plan_impl=options.impl("expert_plan"), arch=registry.current_arch())  # fmt: skip
 
+    activation = dict(limit=c.swiglu_limit, impl=options.impl("swiglu"))
+    columns = lambda n: jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)
+    width = params.shared_w2.weight.shape[1]
+    ready = wants_round_trip(columns(width), params.shared_w2, p, options) and fuses(columns(2 * width), **activation)
+
     @jax.named_scope("shared_expert")
     def shared_up():
-        return codecs.rounded(swiglu(fp8_linear(x, params.shared_w13, p, options), c.swiglu_limit), x.dtype)
+        return swiglu(fp8_linear(x, params.shared_w13, p, options), **activation, round_trip=ready)
 
     @jax.named_scope("shared_expert")
     def shared_down(hidden):
-        return fp8_linear(hidden, params.shared_w2, p, options)
+        return fp8_linear(hidden, params.shared_w2, p, options, ready=ready)
 
     with jax.named_scope("experts"):
         routed, shared = exchange.run_experts(x, ids, weights, params.experts, run, (shared_up, shared_down))

@@ -1,9 +1,9 @@
-"""Norm, rotation, scales and MXFP4 codes of one row, in operations that Pallas lowers to Triton: `row_ops` and `codecs`."""
+"""Norm, rotation, scales, FP8 and MXFP4 codes of one row, in operations that Pallas lowers to Triton: `row_ops` and `codecs`."""
 
 import jax
 import jax.numpy as jnp
 
-from .codecs import FP4_MAX, GROUP, MXFP4_FLOOR
+from .codecs import FP4_MAX, FP8_FLOOR, FP8_MAX, GROUP, MXFP4_FLOOR
 from .triton_e4m3 import bits_of, ceil_exponent, float_of
 
 MOST_POOL_BYTES = 2**31  # Triton's offsets are signed 32-bit numbers
@@ -76,6 +76,19 @@ def inverse_power(exponent):
 def sign_bit(x):
     """f32 -> i32: 1 where the sign is set, zeros too."""
     return (bits_of(x) >> 31) & 1
+
+
+def fp8_quantised(x):
+    """f32[groups, 32] -> (f8[groups, 32], e8m0 bytes i32[groups]). The conversion is one instruction for two values; it
+    rounds to nearest, ties to even, and keeps the sign of zeros."""
+    exponent = e8m0_exponents(jnp.max(jnp.abs(x), 1), FP8_FLOOR, FP8_MAX)
+    return (x * inverse_power(exponent)[:, None]).astype(jnp.float8_e4m3fn), exponent
+
+
+def fp8_rounded(x):
+    """f32[groups, 32] -> bf16[groups, 32]: what `fp8_quantised` decodes to."""
+    q, exponent = fp8_quantised(x)
+    return (q.astype(jnp.float32) * float_of(exponent << 23)[:, None]).astype(jnp.bfloat16)
 
 
 def _mxfp4(even, odd):

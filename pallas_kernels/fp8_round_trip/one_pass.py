@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..codecs import FP8_FLOOR, FP8_MAX, GROUP
-from ..triton_e4m3 import ceil_exponent, float_of
+from ..codecs import GROUP
+from ..triton_rows import fp8_quantised, fp8_rounded
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 MOST_GROUPS = 64  # of one program: 2048 channels
@@ -23,23 +23,14 @@ def refuses(x, count=None):
     return None if x.dtype == jnp.bfloat16 else f"x is {x.dtype}, the kernel is for bfloat16"
 
 
-def _quantised(x):
-    """f32[groups, 32] -> (f8[groups, 32], e8m0 bytes i32[groups]). The conversion is one instruction for two values; it
-    rounds to nearest, ties to even, and keeps the sign of zeros."""
-    largest = jnp.maximum(jnp.max(jnp.abs(x), 1), jnp.float32(FP8_FLOOR)) * jnp.float32(1 / FP8_MAX)
-    exponent = ceil_exponent(largest)
-    return (x * float_of((254 - exponent) << 23)[:, None]).astype(jnp.float8_e4m3fn), exponent
-
-
 def _round_trip(x_ref, out_ref):
     """x_ref, out_ref: bf16[groups, 32]."""
-    q, exponent = _quantised(x_ref[:, :].astype(jnp.float32))
-    out_ref[:, :] = (q.astype(jnp.float32) * float_of(exponent << 23)[:, None]).astype(jnp.bfloat16)
+    out_ref[:, :] = fp8_rounded(x_ref[:, :].astype(jnp.float32))
 
 
 def _quantise(x_ref, codes, scales):
     """x_ref bf16[groups, 32]; codes u8[groups, 32], scales u8[groups]."""
-    q, exponent = _quantised(x_ref[:, :].astype(jnp.float32))
+    q, exponent = fp8_quantised(x_ref[:, :].astype(jnp.float32))
     codes[:, :] = jax.lax.bitcast_convert_type(q, jnp.uint8)
     scales[:] = exponent.astype(jnp.uint8)
 

@@ -26,9 +26,21 @@ def refuses(pool, front, norm, cos, sin, slots, positions, *, first, eps):
     return refuses_rows(front.shape[1] - first, cos.shape[1], pool)
 
 
-def _body(front, norm, cos, sin, slots, positions, _, pool, *, first: int, eps: float):
-    """Whole arrays; pool is the output that aliases the input before it."""
-    row, dim = pl.program_id(0), norm.shape[0]
+def store_row(
+    front,  # bf16[T, first + D]
+    norm,  # [D]
+    cos,  # f32[T, R/2]
+    sin,  # f32[T, R/2]
+    slots,  # i32[T]
+    positions,  # i32[T]
+    pool,  # u8[slots, ring, D + D/32], written in place
+    row,  # i32[]
+    *,
+    first: int,
+    eps: float,
+):
+    """Inside a kernel on whole arrays, as refs: the record of one row, at its place."""
+    dim = norm.shape[0]
     slot, at = slots[row], positions[row] % pool.shape[1]
     # skipped rows are computed too: their loads need not wait for the slot
     x = front[row, pl.ds(first, dim)].astype(jnp.float32)
@@ -46,6 +58,11 @@ def _body(front, norm, cos, sin, slots, positions, _, pool, *, first: int, eps: 
     def _store():
         pool[slot, at, pl.ds(0, dim)] = payload.astype(jnp.uint8)
         pool[slot, at, pl.ds(dim, dim // GROUP)] = exponent.astype(jnp.uint8)
+
+
+def _body(front, norm, cos, sin, slots, positions, _, pool, *, first: int, eps: float):
+    """Whole arrays; pool is the output that aliases the input before it."""
+    store_row(front, norm, cos, sin, slots, positions, pool, pl.program_id(0), first=first, eps=eps)
 
 
 @functools.partial(jax.jit, static_argnames=("first", "eps", "interpret"))  # lowered once for all layers
