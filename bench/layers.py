@@ -22,7 +22,8 @@ from collections.abc import Iterable
 # the reference system's attention interval on B300, us (spec/decode.md section 5, "optimised")
 REFERENCE_B300_US = {"SWA": 99.29, "FULL2": 292.24, "FULL1": 360.80, "REINDEX": 187.66, "REUSE": 128.06}
 
-_ATTENTION = ("front_projection", "window_store", "global_producer", "qb", "indexer", "sparse_attention", "output_projection")
+_ATTENTION = ("front_projection", "qkv_producer", "window_store", "global_producer", "qb", "indexer", "sparse_attention",
+              "output_projection")  # fmt: skip
 # (part, pattern of the scope), first match wins
 _PARTS = (
     ("draft commit", r"/draft_commit(/|$)"),

@@ -15,8 +15,8 @@ def us_per_call(function, rotations, *, dispatches: int = 20, samples: int = 15,
 
     All rotations run one after the other inside one jitted function, so host time and launch gaps show only as far as
     they would in a real step; `dispatches` of those are queued per sample, and the host waits once per sample.
-    in_place: so many of the first arguments are what the function returns, updated; every call gets them from the call
-    before, in donated buffers, as pools have it in a real step.
+    in_place: so many of the first arguments are what the function returns first, updated; every call gets them from the
+    call before, in donated buffers, as pools have it in a real step.
     Returns microseconds per call: {"median", "min", "max"}.
     """
     compiled, state, rest, out = _all_rotations(function, rotations, in_place)
@@ -67,9 +67,9 @@ def _all_rotations(function, rotations, in_place: int, compiler_options=None):
         for a, k in rest:
             result = one(*state, *a, **k)
             if in_place:
-                state = result if isinstance(result, tuple) else (result,)
-            else:
-                out.append(result)
+                result = result if isinstance(result, tuple) else (result,)
+                state, result = result[:in_place], result[in_place:]
+            out.append(result)
         return state, out
 
     shapes = jax.eval_shape(every, state, None, rest)[1]

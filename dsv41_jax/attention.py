@@ -8,13 +8,14 @@ from dsv41_jax import indexer
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.indexer import Selection
-from dsv41_jax.linear import fp8_linear, fp8_matmul, rms_norm
+from dsv41_jax.linear import fp8_linear, fp8_matmul, rms_norm, wants_round_trip
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Attention
 from dsv41_jax.plan import StepPlan
 from dsv41_jax.precision import Precision
 from dsv41_jax.schedule import LayerSpec
 from pallas_kernels import codecs
+from pallas_kernels.qkv_producer.api import merges, qkv_producer
 from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_plan.api import SparsePlan
 from pallas_kernels.window_store.api import window_store
@@ -38,19 +39,6 @@ class Carry:
     candidates: SparsePlan | None = None
 
 
-def project_front(
-    u,  # dtype[T, H]
-    params: Attention,
-    c: ModelConfig,
-    p: Precision,
-    options: DecodeOptions,
-):
-    """(qr dtype[T, Q] normalised, front dtype[T, Q + D] as it came): one product with one quantised input. The window KV
-    is front's last D columns: a slice of their own would cost a kernel that reads the whole a copy."""
-    front = fp8_linear(u, params.front, p, options)
-    return rms_norm(front[:, : c.q_lora_rank], params.q_norm[...], c.rms_norm_eps), front
-
-
 def project_window(
     x,  # dtype[T, H]
     params: Attention,
@@ -66,7 +54,7 @@ def project_window(
 
 def store_window(
     pool,
-    front,  # dtype[T, Q + D] of project_front, or dtype[T, D] of project_window
+    front,  # dtype[T, Q + D] of the front product, or dtype[T, D] of project_window
     params: Attention,
     cos,
     sin,
@@ -78,6 +66,37 @@ def store_window(
     """The pool with the normalised, rotated window KV of every row at its position's ring row."""
     return window_store(pool, front, params.kv_norm[...], cos, sin, slots, positions, first=front.shape[1] - c.head_dim,
                         eps=c.rms_norm_eps, impl=options.impl("window_store"))  # fmt: skip
+
+
+def project_front(
+    u,  # dtype[T, H]
+    params: Attention,
+    pool,
+    cos,
+    sin,
+    slots,  # i32[T], -1 = skip
+    positions,  # i32[T]
+    c: ModelConfig,
+    p: Precision,
+    options: DecodeOptions,
+):
+    """(qr dtype[T, Q] normalised query latents, whether these are what QB's product begins with, the pool of `store_window`):
+    one product with one quantised input, then its two halves, in one launch where the options ask for that. The window KV
+    is the product's last D columns: a slice of their own would cost a kernel that reads the whole a copy."""
+    with jax.named_scope("front_projection"):
+        front = fp8_linear(u, params.front, p, options)
+    latents = jax.ShapeDtypeStruct((front.shape[0], c.q_lora_rank), front.dtype)
+    arguments = pool, front, params.q_norm[...], params.kv_norm[...], cos, sin, slots, positions
+    merged = dict(eps=c.rms_norm_eps, round_trip=wants_round_trip(latents, params.qb, p, options),
+                  impl=options.impl("qkv_producer"))  # fmt: skip
+    if merges(*arguments, **merged):
+        with jax.named_scope("qkv_producer"):
+            pool, qr = qkv_producer(*arguments, **merged)
+        return qr, True, pool
+    with jax.named_scope("front_projection"):
+        qr = rms_norm(front[:, : c.q_lora_rank], params.q_norm[...], c.rms_norm_eps)
+    with jax.named_scope("window_store"):
+        return qr, False, store_window(pool, front, params, cos, sin, slots, positions, c, options)
 
 
 def output_projection(
@@ -110,11 +129,9 @@ def attention(
     ratio = plan.ratios.get(layer.ratio)
     cos, sin = (ratio.cos, ratio.sin) if ratio else (plan.cos, plan.sin)
 
-    with jax.named_scope("front_projection"):
-        qr, front = project_front(u, params, c, p, options)
-    with jax.named_scope("window_store"):
-        pools.window[layer.index] = store_window(pools.window[layer.index], front, params, cos, sin, plan.row_slots,
-                                                 plan.positions.reshape(-1), c, options)  # fmt: skip
+    qr, ready, pools.window[layer.index] = project_front(
+        u, params, pools.window[layer.index], cos, sin, plan.row_slots, plan.positions.reshape(-1), c, p, options
+    )
     if layer.owns_kv:
         i = layer.index
         pools.global_kv[i], pools.index[i], pending = produce(
@@ -123,7 +140,7 @@ def attention(
         if pending is not None:
             pools.pending[i] = pending
     with jax.named_scope("qb"):
-        qb = fp8_linear(qr, params.qb, p, options)
+        qb = fp8_linear(qr, params.qb, p, options, ready=ready)
     if layer.scores:
         with jax.named_scope("indexer"):
             keys = pools.index[layer.kv_source]

@@ -95,9 +95,10 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
     flat_cos, flat_sin = cos.reshape(b * n, -1), sin.reshape(b * n, -1)
 
     def attend(u):
-        qr, front = project_front(u, params, c, p, net.options)
-        rings[i] = store_window(rings[i], front, params, flat_cos, flat_sin, row_slots, positions.reshape(-1), c, net.options)
-        q = fp8_linear(qr, params.qb, p, net.options).reshape(b, n, c.num_attention_heads, c.head_dim)
+        qr, ready, rings[i] = project_front(
+            u, params, rings[i], flat_cos, flat_sin, row_slots, positions.reshape(-1), c, p, net.options
+        )
+        q = fp8_linear(qr, params.qb, p, net.options, ready=ready).reshape(b, n, c.num_attention_heads, c.head_dim)
         o = sparse_attention(
             q, rings[i], slots, positions, None, None, params.sink[...], cos, sin,
             window=c.sliding_window + n, scale=c.head_dim**-0.5, window_start=bounds[0], window_end=bounds[1],

@@ -18,6 +18,7 @@ from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.hyper_leave import api as hyper_leave
 from pallas_kernels.index_query import api as index_query
 from pallas_kernels.index_score import api as index_score
+from pallas_kernels.qkv_producer import api as qkv_producer
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import SlotMap
 from pallas_kernels.select_tokens import api as select_tokens
@@ -80,6 +81,8 @@ def explain_operators(
         "hyper_leave": lambda: hyper_leave.explain(*shapes.site(), arch=arch),
         "index_query": lambda: index_query.explain(
             *shapes.query(), heads=c.index_n_heads, dim=c.index_head_dim, arch=arch),
+        "qkv_producer": lambda: qkv_producer.explain(
+            *shapes.front(), eps=c.rms_norm_eps, round_trip=True, arch=arch),
         "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
         "index_score_blocks": lambda: index_score.explain_blocks(
             *shapes.index(), _i32(shapes.rows, c.candidate_topk_blocks), _i32(shapes.rows),
@@ -178,6 +181,11 @@ class _Shapes:
         angles, row = _f32(self.rows, c.qk_rope_head_dim // 2), _i32(self.rows)
         ring = _u8(self.batch, self.geometry.ring(c), codecs.window_record_bytes(d))
         return ring, _bf16(self.rows, c.q_lora_rank + d), _bf16(d), angles, angles, row, row
+
+    def front(self):
+        """The window store's arguments with the norm of the query latents."""
+        pool, rows, *rest = self.window()
+        return pool, rows, _bf16(self.c.q_lora_rank), *rest
 
     def producers(self):
         """The arguments of the producer, once for each ratio."""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from bench import operators
+from bench import common, operators
 from dsv41_jax.options import OPERATORS
 
 
@@ -36,6 +36,24 @@ def test_pools_are_updated_in_place(tmp_path):
     assert record["implementation"] == "reference" and record["equals_definition"]
     row = 2 * 64 + 4 * 16 + 17 + 36 + 17  # value, angles, targets, its entry and its key
     assert record["bytes"] == 15 * row + 2 * (32 * 64 + 64 + 32)
+
+
+def test_what_comes_with_the_pools_is_compared_too(monkeypatch):
+    plain = operators.Operator.call
+
+    def off(operator, spec, impl):
+        """The definition, its queries doubled when it is measured rather than asked."""
+        calls.append(impl)
+        function = plain(operator, spec, impl)
+        return function if len(calls) % 2 else lambda *a, **k: (function(*a, **k)[0], 2 * function(*a, **k)[1])
+
+    producer = next(o for o in operators.OPERATORS if o.name == "qkv_producer")
+    calls, spec, peaks = [], producer.module("specs").SPECS[1], common.Peaks(1, 1, 1)
+    (record,) = operators.measure(producer, spec, peaks, ["reference"])
+    assert record["equals_definition"]
+    monkeypatch.setattr(operators.Operator, "call", off)
+    calls.clear()
+    assert not operators.measure(producer, spec, peaks, ["reference"])[0]["equals_definition"]
 
 
 def test_agreement_of_pools_counts_what_changed():

@@ -12,8 +12,9 @@ IMPLEMENTATIONS = (
 )
 
 
-def _validate(pool, front, norm, cos, sin, slots, positions, first):
-    where = "window_store: expected"
+def validate(pool, front, norm, cos, sin, slots, positions, first, op: str = "window_store"):
+    """Raises ValueError, in the name of `op`, for arguments that do not fit together."""
+    where = f"{op}: expected"
     if front.ndim != 2 or not 0 <= first < front.shape[1]:
         raise ValueError(f"{where} front [T, first + D], got {front.shape} and first = {first}")
     rows, dim = front.shape[0], front.shape[1] - first
@@ -51,7 +52,7 @@ def window_store(
     Returns the pool. Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md sections 4 and 5,
     spec/decode.md section 1.
     """
-    _validate(pool, front, norm, cos, sin, slots, positions, first)
+    validate(pool, front, norm, cos, sin, slots, positions, first)
     arguments = (pool, front, norm, cos, sin, slots, positions)
     chosen, _ = resolve("window_store", IMPLEMENTATIONS, impl, arch, *arguments, first=first, eps=eps)
     return chosen.run(*arguments, first=first, eps=eps)
@@ -61,7 +62,7 @@ def explain(
     pool, front, norm, cos, sin, slots, positions, *, first: int = 0, eps: float, arch: str | None = None
 ) -> dict[str, str]:
     """{implementation passed over: reason, "chosen": name} for these arguments."""
-    _validate(pool, front, norm, cos, sin, slots, positions, first)
+    validate(pool, front, norm, cos, sin, slots, positions, first)
     arguments = (pool, front, norm, cos, sin, slots, positions)
     chosen, against = resolve("window_store", IMPLEMENTATIONS, "auto", arch, *arguments, first=first, eps=eps)
     return {**against, "chosen": chosen.name}
