@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 
+EXCHANGES = ("gather", "reduce_scatter", "ring", "all_to_all", "ragged")  # --exchange
 ARCHES = {"h200": "sm_90", "b200": "sm_100", "b300": "sm_103"}
 TARGETS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "targets"
 KINDS = (  # what a parameter counts as, by its path: the first that matches
@@ -36,7 +37,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--context", type=int, default=32768, help="tokens of a request; 1024 more fit in its pages")
     p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
     p.add_argument("--gamma", type=int, help="drafts per step (default: the draft block)")
-    p.add_argument("--exchange", default="gather", choices=("gather", "reduce_scatter", "all_to_all", "ragged"))
+    p.add_argument("--exchange", default="gather", choices=EXCHANGES)
     p.add_argument("--exchange-parts", type=int, default=1, help="column parts in which the experts' contributions go home")
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
     p.add_argument("--hlo", metavar="FILE", help="write the compiled HLO")
@@ -91,13 +92,14 @@ def lower(args, mesh):
 def make_exchange(name: str, ranks: int, parts: int = 1, spare_sms: int | None = None):
     """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts; "<name>/<parts>" asks
     for parts by name. Raises ValueError for an unknown name, parts < 1 and spare_sms < 0."""
-    from sharding.exchange import AllToAllExchange, GatherExchange
+    from sharding.exchange import AllToAllExchange, GatherExchange, RingExchange
 
     name, _, asked = name.partition("/")
     cut = {"parts": int(asked or parts)} | ({} if spare_sms is None else {"spare_sms": spare_sms})
     known = {
         "gather": lambda: GatherExchange(ranks, **cut),
         "reduce_scatter": lambda: GatherExchange(ranks, **cut, combine="reduce_scatter"),
+        "ring": lambda: RingExchange(ranks, **cut),
         "all_to_all": lambda: AllToAllExchange(ranks, **cut),
         "ragged": lambda: AllToAllExchange(ranks, **cut, ragged=True),
     }

@@ -24,6 +24,7 @@ import time
 import numpy as np
 
 from bench import checks
+from bench.compile_report import EXCHANGES
 
 TOGETHER = 4  # steps compiled side by side: XLA compiles the kernels of one in several threads
 
@@ -50,7 +51,7 @@ def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
 def parse(argv=None) -> argparse.Namespace:
     p = workload_parser("bench.decode", __doc__)
     p.add_argument("--ranks", type=int, help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
-    p.add_argument("--exchange", choices=("gather", "reduce_scatter", "all_to_all", "ragged"),
+    p.add_argument("--exchange", choices=EXCHANGES,
                    help="how rows reach the experts of other ranks (default: gather)")  # fmt: skip
     p.add_argument("--exchange-parts", type=int, metavar="N", help="column parts in which contributions go home (default: 1)")
     p.add_argument("--exchange-spare-sms", type=int, metavar="N", help="multiprocessors that the experts' product of a later part "

@@ -26,8 +26,8 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--experts", type=int, default=384, help="routed experts over all ranks")
     p.add_argument("--top", type=int, default=6, help="experts of a row")
     p.add_argument("--repeats", type=int, default=10, help="samples; each runs 24 x 8 exchanges")
-    p.add_argument("--exchanges", default="gather,reduce_scatter,all_to_all",
-                   help="gather, reduce_scatter, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
+    p.add_argument("--exchanges", default="gather,reduce_scatter,ring,all_to_all",
+                   help="gather, reduce_scatter, ring, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)
@@ -71,7 +71,7 @@ def _owned_experts(args):
     return jax.tree.map(lambda a: jnp.zeros((args.experts, 1), a.dtype), Experts(TINY, 1))
 
 
-def _mapped(call, mesh, data):
+def _mapped(call, mesh, data, compiler_options=()):
     """jit of `call(params, *data)` over the mesh; data have a leading axis of launches, rows behind it."""
     import jax
     from jax.sharding import NamedSharding
@@ -82,7 +82,7 @@ def _mapped(call, mesh, data):
     specs = (P(RANKS), *[P(None, RANKS)] * len(data))
     mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, RANKS), check_vma=False)
     placed = [jax.device_put(a, NamedSharding(mesh, P(None, RANKS))) for a in data]
-    return jax.jit(mapped), placed
+    return jax.jit(mapped, compiler_options=dict(compiler_options)), placed
 
 
 def exchange_outputs(exchange, args, mesh, data):
@@ -96,7 +96,7 @@ def exchange_outputs(exchange, args, mesh, data):
 
     if exchange.ranks == 1:
         return np.asarray(jax.jit(call)(_owned_experts(args), *data))
-    run, placed = _mapped(call, mesh, data)
+    run, placed = _mapped(call, mesh, data, exchange.compiler_options)
     return np.asarray(run(_owned_experts(args), *placed))
 
 
@@ -119,7 +119,7 @@ def compare(args, mesh, names) -> dict:
     return out
 
 
-def _timed(body, args, mesh, data, passes: int = 24) -> dict:
+def _timed(body, args, mesh, data, compiler_options=(), passes: int = 24) -> dict:
     """Microseconds per call of `body(params, *one launch of data)`: ROTATE inputs in turn, `passes` times per sample."""
     import jax
     import jax.numpy as jnp
@@ -133,7 +133,7 @@ def _timed(body, args, mesh, data, passes: int = 24) -> dict:
         total, _ = jax.lax.scan(once, jnp.float32(0), jnp.arange(passes * ROTATE))
         return total.reshape(1, 1)
 
-    run, placed = _mapped(call, mesh, data)
+    run, placed = _mapped(call, mesh, data, compiler_options)
     params = _owned_experts(args)
     jax.block_until_ready(run(params, *placed))
     samples = []
@@ -162,23 +162,27 @@ def wire_bytes(name: str, args) -> int:
 
 
 def parts(args, mesh, data) -> dict:
-    """Times of the collectives alone, at the sizes of the gather exchange."""
+    """Times of the collectives alone, at the sizes of the gather exchange; permutes as RingExchange has them compiled."""
     import jax
     import jax.numpy as jnp
 
-    from sharding.exchange import pack_rows
+    from sharding.exchange import RingExchange, pack_rows
     from sharding.mesh import RANKS
 
     r, t, h = args.ranks, args.rows, args.hidden
+    ring = RingExchange(r)
+    shifts = lambda *blocks: jnp.stack([_all_kept(ring.shift(b, d)) for d, b in enumerate(blocks, 1)])
     wide = lambda x: jnp.broadcast_to(x.astype(jnp.float32), (r, t, h))
     bodies = {
         "pack": lambda p, x, i, w: _all_kept(pack_rows(x, i, w)),
         "pack + all_gather u8": lambda p, x, i, w: _all_kept(jax.lax.all_gather(pack_rows(x, i, w), RANKS, tiled=True)),
-        "broadcast to f32 (of the two below)": lambda p, x, i, w: _all_kept(jax.lax.optimization_barrier(wide(x))),
+        "broadcast to f32 (of those below)": lambda p, x, i, w: _all_kept(jax.lax.optimization_barrier(wide(x))),
+        "pack + permutes u8": lambda p, x, i, w: shifts(*[pack_rows(x, i, w)] * (r - 1)),
         "all_to_all f32": lambda p, x, i, w: _all_kept(jax.lax.all_to_all(wide(x), RANKS, 0, 0)),
         "psum_scatter f32": lambda p, x, i, w: _all_kept(jax.lax.psum_scatter(wide(x).reshape(r * t, h), RANKS, tiled=True)),
+        "permutes f32": lambda p, x, i, w: shifts(*jax.lax.optimization_barrier(wide(x))[1:]),
     }
-    return {name: _timed(body, args, mesh, data) for name, body in bodies.items()}
+    return {name: _timed(body, args, mesh, data, ring.compiler_options) for name, body in bodies.items()}
 
 
 def link_gbps(mesh, nbytes: int) -> float:
@@ -215,7 +219,7 @@ def measure(args, mesh, names) -> dict:
     for name in names:
         exchange = make_exchange(name, args.ranks)
         body = functools.partial(lambda e, p, x, i, w: _all_kept(e.run_experts(x, i, w, p, stand_in)[0]), exchange)
-        t = _timed(body, args, mesh, data)
+        t = _timed(body, args, mesh, data, exchange.compiler_options)
         received, exposed = wire_bytes(name, args), t["median_us"] - alone["median_us"]
         rate = received / t["median_us"] * 1e-3  # of the whole exchange, stand-in included: never flattering
         rows[name] = {

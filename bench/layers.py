@@ -12,6 +12,7 @@ profiler takes beyond that is its gaps. The traced step is launched kernel by ke
 import argparse
 import dataclasses
 import gzip
+import itertools
 import json
 import pathlib
 import re
@@ -44,6 +45,7 @@ _PARTS = (
     ("embed", r"/embed(/|$)"),
     ("final norm", r"/final_norm(/|$)"),
 )  # fmt: skip
+TRANSFERS = ("nccl", "MemcpyP2P")  # how their kernels are called
 _LAYER = re.compile(r"/layer(\d+)_(\w+?)/(\w+)")
 
 
@@ -109,14 +111,17 @@ def _read_perfetto(path: pathlib.Path, module: str) -> list[Event]:
 
 
 def exchange(events: list[Event], steps: int) -> dict | None:
-    """NCCL's kernels of one step in us: their sum, what other kernels of this GPU hide of it, what is exposed, each also
-    by kernel. A collective waits for the slowest rank inside its kernel, so that wait counts. None without any."""
-    nccl = [e for e in events if e.name.startswith("nccl")]
-    if not nccl:
+    """Transfers of one step (NCCL's kernels, copies between GPUs) in us: their sum, what other kernels of this GPU hide of
+    it, what is exposed, each also by kernel; None without any.
+
+    waited_us: the gaps between other kernels in which a transfer ends, so also what a copy does not show: NCCL's kernels
+    wait for the slowest rank inside, a copy before it starts."""
+    moves = [e for e in events if e.name.startswith(TRANSFERS)]
+    if not moves:
         return None
-    others = _covered([e for e in events if not e.name.startswith("nccl")])
+    others = _covered([e for e in events if not e.name.startswith(TRANSFERS)])
     rows = defaultdict(lambda: {"count": 0.0, "us": 0.0, "hidden_us": 0.0})
-    for e in nccl:
+    for e in moves:
         row = rows[re.match(r"\w+", e.name).group(0)]
         hidden = sum(max(0.0, min(stop, e.start + e.duration) - max(start, e.start)) for start, stop in others)
         for key, value in (("count", 1), ("us", e.duration / 1e3), ("hidden_us", hidden / 1e3)):
@@ -124,6 +129,9 @@ def exchange(events: list[Event], steps: int) -> dict | None:
     for row in rows.values():
         row["exposed_us"] = row["us"] - row["hidden_us"]
     total = {key: sum(row[key] for row in rows.values()) for key in ("count", "us", "hidden_us", "exposed_us")}
+    gaps = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(others)]
+    ends = [e.start + e.duration for e in moves]
+    total["waited_us"] = sum(b - a for a, b in gaps if any(a < end <= b for end in ends)) / steps / 1e3
     rounded = lambda row: {key: round(value, 2) for key, value in row.items()}
     return {**rounded(total), "kernels": {name: rounded(row) for name, row in rows.items()}}
 
@@ -232,7 +240,8 @@ def _print(out: dict) -> None:
     for part, us in out["parts_us"].items():
         print(f"  {part:32s} {us:10.1f} us  {100 * us / step:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
     if x := out["exchange"]:
-        print(f"  exchange {x['us']:.0f} us in {x['count']:.0f} collectives, {x['hidden_us']:.0f} hidden, {x['exposed_us']:.0f} exposed")
+        print(f"  exchange {x['us']:.0f} us in {x['count']:.0f} collectives, {x['hidden_us']:.0f} hidden, {x['exposed_us']:.0f} exposed; "
+              f"{x['waited_us']:.0f} us without another kernel")
     for kind, row in out["attention"]["classes"].items():
         print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
 

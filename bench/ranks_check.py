@@ -43,7 +43,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--precision", default="released", choices=PRECISIONS)
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
     p.add_argument("--exchanges", default="gather,gather/2,all_to_all",
-                   help="gather, reduce_scatter, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
+                   help="gather, reduce_scatter, ring, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
     p.add_argument("--one-batch", action="store_true", help="also report one device with all requests in one batch")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", metavar="FILE", help="write the result as JSON")

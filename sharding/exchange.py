@@ -84,11 +84,11 @@ def unpack_rows(
 
 
 def _ordered_sum(
-    parts,  # f32[R, T, H]
+    parts,  # f32[R, T, H], or R of f32[T, H]
 ):
     """f32[T, H]: ((parts[0] + parts[1]) + parts[2]) + ..., whatever a backend's reduction would do."""
     total = parts[0]
-    for r in range(1, parts.shape[0]):
+    for r in range(1, len(parts)):
         total = total + parts[r]
     return total
 
@@ -131,6 +131,8 @@ class _Sharded:
     axis: str = RANKS
     parts: int = 1
     spare_sms: int = 8
+
+    compiler_options = ()  # ((XLA option, value), ...) that a program with this exchange is compiled with
 
     def __post_init__(self):
         if self.parts < 1 or self.spare_sms < 0:
@@ -197,6 +199,43 @@ class GatherExchange(_Sharded):
             home = _in_turn(lambda part: jax.lax.all_to_all(by_rank(part), self.axis, 0, 0), parts)
             home = [_ordered_sum(part) for part in home]
         return jnp.concatenate(home, 1), done
+
+
+@dataclasses.dataclass(frozen=True)
+class RingExchange(_Sharded):
+    """What GatherExchange moves, as collective-permutes: for each distance d, every rank sends to the rank d before it.
+
+    On a GPU XLA can leave a permute within a host to the copy engines (`compiler_options`): nothing of a transfer then runs
+    on the multiprocessors that the experts need. NCCL's all-to-all of the same bytes is a kernel that copies twice.
+    """
+
+    compiler_options = (("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),)
+
+    def shift(self, x, distance: int):
+        """`x` of the rank `distance` behind this one."""
+        pairs = [(r, (r - distance) % self.ranks) for r in range(self.ranks)]
+        return jax.lax.ppermute(x, self.axis, pairs)
+
+    def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
+        """(f32[T, H], ...): the routed sum of this rank's rows over the experts of all ranks; what is beside it
+        (`LocalExchange.run_experts`)."""
+        mine = pack_rows(x, ids, weights)
+        rows = [mine, *(self.shift(mine, d) for d in range(1, self.ranks))]  # of ranks r, r + 1, ...
+        unpack = lambda rows: unpack_rows(jnp.concatenate(rows), x.shape[1], ids.shape[1], x.dtype)
+        parts, done = _contributions(self, rows, unpack, params, run, beside)
+
+        def send(part):
+            own, *others = jnp.split(part, self.ranks)
+            return [own, *(self.shift(block, -d) for d, block in enumerate(others, 1))]  # from ranks r, r - 1, ...
+
+        return jnp.concatenate([self._by_rank(part) for part in _in_turn(send, parts)], 1), done
+
+    def _by_rank(self, parts):
+        """f32[T, H]: parts[d] came from rank r - d; added by ascending rank. Elementwise, so that each is read once."""
+        if self.ranks == 2:  # either order gives the same bits
+            return parts[0] + parts[1]
+        behind = lambda source: (self.rank() - source) % self.ranks
+        return _ordered_sum([jax.lax.select_n(behind(source), *parts) for source in range(self.ranks)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,8 @@ def compiled_over(mesh: jax.sharding.Mesh, treedef, paths: tuple[str, ...], *, s
     mapped = jax.shard_map(bound, mesh=mesh, in_specs=specs, out_specs=batch_spec(), check_vma=False)
     place = lambda s: NamedSharding(mesh, s)
     placed = ([place(s) for s in specs[0]], place(specs[1]), place(specs[2]))
-    return jax.jit(mapped, in_shardings=placed, out_shardings=placed[2], donate_argnums=1)
+    options = dict(static["net"].exchange.compiler_options)
+    return jax.jit(mapped, in_shardings=placed, out_shardings=placed[2], donate_argnums=1, compiler_options=options)
 
 
 class ShardedSteps(Steps):

@@ -25,7 +25,7 @@ from dsv41_jax.step import DecodeBatch, PrefillBatch, Steps
 from pallas_kernels.experts.api import experts_parts
 from sharding import load as sharded_load
 from sharding import rules
-from sharding.exchange import AllToAllExchange, BlockedExchange, GatherExchange, pack_rows, unpack_rows
+from sharding.exchange import AllToAllExchange, BlockedExchange, GatherExchange, RingExchange, pack_rows, unpack_rows
 from sharding.load import load_sharded
 from sharding.mesh import RANKS, make_mesh
 from sharding.rules import init_sharded_state, is_split, state_spec
@@ -36,6 +36,7 @@ SPAN, PAGES, PAGE_TOKENS = 16, 6, 16  # per rank
 EXCHANGES = {
     "gather": GatherExchange(R), "gather in 2 parts": GatherExchange(R, parts=2),
     "gather in 4 parts": GatherExchange(R, parts=4), "reduce_scatter": GatherExchange(R, combine="reduce_scatter", parts=2),
+    "ring": RingExchange(R), "ring in 2 parts": RingExchange(R, parts=2),
     "all_to_all": AllToAllExchange(R), "all_to_all in 2 parts": AllToAllExchange(R, parts=2),
 }  # fmt: skip
 # every layer class once, and one draft stage
@@ -292,7 +293,7 @@ def test_one_bad_row_stays_alone(mesh):
     x = jnp.asarray(rng.standard_normal((R * T, H)), jnp.float32)
     ids, weights = routing("random", rng), rng.random((R * T, K)).astype(np.float32)
     others = np.arange(R * T) != T + 2
-    for name in ("gather", "all_to_all"):
+    for name in ("gather", "ring", "all_to_all"):
         clean = run_exchange(mesh, EXCHANGES[name], params, x, ids, weights)
         dirty = run_exchange(mesh, EXCHANGES[name], params, x.at[T + 2].set(jnp.nan), ids, weights)
         assert np.isnan(dirty[T + 2]).all()

@@ -74,7 +74,15 @@ def test_collectives_are_exposed_where_nothing_else_runs():
     got = layers.attribute([Event(*row) for row in rows], SCOPES, steps=2)["exchange"]
     assert (got["count"], got["us"], got["hidden_us"], got["exposed_us"]) == (1.0, 0.7, 0.35, 0.35)
     assert got["kernels"]["ncclDevKernel_SendRecv"] == {"count": 0.5, "us": 0.2, "hidden_us": 0.0, "exposed_us": 0.2}
+    assert got["waited_us"] == 0  # the second kernel begins before the gather ends, none follows the last transfer
     assert layers.attribute(events(("a", 0, 10)), SCOPES, steps=1)["exchange"] is None
+
+
+def test_the_wait_for_a_copy_is_its_whole_gap():
+    rows = [("a", "gemm", 0, 1000), ("d", "MemcpyP2P", 1500, 200), ("a", "gemm", 2000, 100), ("d", "MemcpyP2P", 2020, 50),
+            ("a", "gemm", 2150, 50)]  # fmt: skip
+    got = layers.attribute([Event(*row) for row in rows], SCOPES, steps=1)["exchange"]
+    assert (got["count"], got["exposed_us"], got["waited_us"]) == (2.0, 0.2, 1.0)
 
 
 def test_reads_the_perfetto_file(tmp_path):

@@ -26,7 +26,7 @@ def test_wrong_ranks_are_refused():
         decode.make_bench(decode.parse(["--preset", "tiny", "--exchange", "gather"]), watch)
     with pytest.raises(ValueError, match="--exchange-parts 2: expected --ranks"):
         decode.make_bench(decode.parse(["--preset", "tiny", "--exchange-parts", "2"]), watch)
-    with pytest.raises(ValueError, match="expected one of gather, reduce_scatter, all_to_all, ragged, got 'scatter'"):
+    with pytest.raises(ValueError, match="expected one of gather, reduce_scatter, ring, all_to_all, ragged, got 'scatter'"):
         make_exchange("scatter", 4)
     with pytest.raises(ValueError, match="parts >= 1"):
         make_exchange("gather/0", 4)
