@@ -10,7 +10,8 @@ one machine; those that stand at the same instruction execute it at once.
 Modelled: integer, predicate, f32, bf16 and packed e4m3 arithmetic bit by bit (fma through fp64); warp shuffles and
 reductions; global memory with 16-byte-aligned buffers, where an access outside a buffer, misaligned, or a write to an
 input is an error and the output starts as NaN; shared memory, which starts as NaN; ldmatrix and stmatrix; named
-barriers with their thread counts; mbarriers (init, arrive, wait for a parity); wgmma of e4m3 and bf16 with A in
+barriers with their thread counts; mbarriers (init, arrive, wait for a parity); cp.async, which lands when its arrival
+is issued; wgmma of e4m3 and bf16 with A in
 registers or in shared memory and B in shared memory through its descriptor (offsets, 32-, 64- and 128-byte swizzle,
 MN-major B). A warp runs until it waits, and `order` says which of the ready ones is next: where a barrier is
 missing, one of the orders reads or overwrites too early, unless another barrier stands in for it. A deadlock and a
@@ -153,6 +154,7 @@ class _Machine:
         self.warps, self.shared_bytes = warps, shared
         self.shared = np.full(ctas * shared, 0xFF, np.uint8)
         self.mbarriers, self.registers = {}, {}
+        self.copies = []  # (warps, shared addresses, bytes, lanes) on their way
         self.pc, self.state = np.zeros(len(self.cta), np.int64), np.full(len(self.cta), _RUNNING)
         self.waits = [None] * len(self.cta)
         self.starts = {0, *(c.target for c in self.code), *(i + 1 for i, c in enumerate(self.code) if c.control)}

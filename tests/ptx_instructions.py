@@ -221,8 +221,32 @@ def _store(machine, operands, space, kind):
     machine.scatter(space, machine.address(operands[0]), np.concatenate(data, -1), machine.mask)
 
 
+def _copy(machine, operands):
+    """cp.async: bytes that lie in shared memory only once the lane's next arrival for its copies is issued."""
+    to, source, size, *given = operands
+    size, mask = int(size.item()), np.broadcast_to(machine.mask, (len(machine.active), 32))
+    taken = machine.lanes(given[0]) if given else np.full(mask.shape, size, np.uint64)
+    if ((taken != 0) & (taken != size)).any():
+        raise PtxError("copies of part of their bytes are not known")
+    data = machine.gather("global", machine.address(source), size, mask & (taken != 0))
+    machine.copies.append((machine.active, machine.address(to), data, mask))
+
+
+def _arrive_with_copies(machine, operands):
+    kept = []
+    for warps, at, data, mask in machine.copies:
+        here = np.isin(warps, machine.active)
+        active, machine.active = machine.active, warps[here]
+        machine.scatter("shared", at[here], data[here], mask[here])
+        machine.active = active
+        if not here.all():
+            kept.append((warps[~here], at[~here], data[~here], mask[~here]))
+    machine.copies = kept
+    _mbarrier(machine, [None, *operands], "arrive")
+
+
 def _matrix(machine, operands, to):
-    """Four 8x8 matrices of 16 bits: lanes 8j..8j+7 give the addresses of matrix j's rows."""
+    """Up to four 8x8 matrices of 16 bits: lanes 8j..8j+7 give the addresses of matrix j's rows."""
     registers, place = (operands[1], operands[0]) if to == "st" else operands
     rows = machine.address(place)
     for j, name in enumerate(registers):
@@ -311,8 +335,10 @@ OTHERS = [
     (r"ld\.param\.(b64|b32)", _parameter),
     (r"ld\.(global|shared)(?:\.v[24])?\.([bu]\d+|f32)", _load),
     (r"st\.(global|shared)(?:\.v[24])?\.([bus]\d+|f32)", _store),
-    (r"(ld|st)matrix\.sync\.aligned\.m8n8\.x4\.shared\.b16", _matrix),
+    (r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", _matrix),
     (r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|32)\.f32\.(e4m3|bf16)\.(?:e4m3|bf16)", _product),
     (r"mbarrier\.(init|arrive)\.shared::cta\.b64", _mbarrier),
+    (r"cp\.async\.c[ag]\.shared\.global", _copy),
+    (r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64", _arrive_with_copies),
 ]
 CONTROL = r"bra(\.uni)?|ret|bar\.sync|barrier\.sync|mbarrier\.try_wait\.parity\.shared\.b64"

@@ -135,7 +135,15 @@ def attention_reference(inputs, **options):
     return jax.jit(functools.partial(reference_attention.sparse_attention, **options))(**inputs)
 
 
-def test_attention_kernel_attends_as_the_reference_does():
+ATTENTIONS = {
+    "hopper": attention_hopper.sparse_attention,
+    "staged": functools.partial(attention_hopper.staged, cut=attention_hopper.STAGED),
+    "alternate": functools.partial(attention_hopper.staged, cut=attention_hopper.ALTERNATE),
+}
+
+
+@pytest.mark.parametrize("kernel", ATTENTIONS)
+def test_attention_kernel_attends_as_the_reference_does(kernel):
     """A row at the start of its ring, one whose window wraps around it, an invalid and a padding row; slots that select
     nothing; what no row may read is poison; the query is rotated."""
     inputs = ATTENTION.make_inputs(seed=43)
@@ -149,17 +157,18 @@ def test_attention_kernel_attends_as_the_reference_does():
     want = attention_reference(inputs, **ATTENTION.options, rotate_query=True)
     for order in ("ascending", "descending"):
         with emulated(order):
-            got = attention_hopper.sparse_attention(**inputs, **ATTENTION.options, rotate_query=True)
+            got = ATTENTIONS[kernel](**inputs, **ATTENTION.options, rotate_query=True)
         check_attention(got, want)
         assert not got[2:].any()
 
 
-def test_attention_kernel_reads_queries_behind_other_columns_and_explicit_bounds():
+@pytest.mark.parametrize("kernel", ATTENTIONS)
+def test_attention_kernel_reads_queries_behind_other_columns_and_explicit_bounds(kernel):
     spec = dataclasses.replace(ATTENTION, batch=2, selected=0, context=30)
     inputs = spec.make_inputs(seed=44)
     bounds = {"window_start": np.int32([[25], [31]]), "window_end": np.int32([[33], [31]])}
     with emulated():
-        got = attention_hopper.sparse_attention(**behind(inputs, 64), **spec.options, **bounds, first=64)
+        got = ATTENTIONS[kernel](**behind(inputs, 64), **spec.options, **bounds, first=64)
     check_attention(got, attention_reference(inputs | bounds, **spec.options))
     assert not got[1].any(), "a row with an empty window is 0"
 

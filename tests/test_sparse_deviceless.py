@@ -16,9 +16,13 @@ pytestmark = [
 # to 168 so that three programs fit a multiprocessor.
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
+    "attention staged": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_staged", 128, 0),
+    "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
     "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),
+    "request_blocks ahead": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:ahead", 128, 0),
+    "stream_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:stream", 128, 0),
 }
 
 
@@ -26,6 +30,7 @@ CASES = {
 def test_kernel_uses_wgmma_and_waits_for_its_predecessor(entry):
     factory, case, registers, spill = CASES[entry]
     compiled = deviceless.compile_for("sm_90a", factory, case)
+    entry = entry.partition(" ")[0]
     kernel = compiled.matching(entry)
     assert [k.name for k in kernel.kernels] == [entry]
     assert "wgmma.mma_async" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx

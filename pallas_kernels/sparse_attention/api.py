@@ -1,5 +1,7 @@
 """sparse_attention: window ring + selected compressed entries in one softmax with a sink, inverse RoPE at the end."""
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels import codecs, registry
@@ -50,6 +52,10 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 
 IMPLEMENTATIONS = (  # fastest first
     registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+    registry.Implementation("hopper_alternate", functools.partial(hopper.staged, cut=hopper.ALTERNATE), ("sm_90",),
+                            hopper.refuses, by_name_only="not measured on a GPU yet"),
+    registry.Implementation("hopper_staged", functools.partial(hopper.staged, cut=hopper.STAGED), ("sm_90",),
+                            hopper.refuses, by_name_only="not measured on a GPU yet"),
     registry.Implementation("one_pass", one_pass.sparse_attention, one_pass.ARCHES, one_pass.refuses),
     registry.Implementation("reference", reference.sparse_attention),
 )

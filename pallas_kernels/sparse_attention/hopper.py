@@ -1,5 +1,7 @@
 """sparse_attention on Hopper: when the kernel of hopper_kernel.py fits, and how it is launched."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -31,13 +33,42 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
     return None
 
 
-def sparse_attention(
-    q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None, rotate_query=False, first=0,
-):  # fmt: skip
+def sparse_attention(*args, **options):
     """The operator (api.py has its contract) for bf16 q of 64 heads with 512 channels and packed pools."""
     from pallas_kernels.sparse_attention import hopper_kernel
 
+    return _launch(hopper_kernel.attention, 8, {}, *args, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """How hopper_staged_kernel.py is cut. alternate: the multiplying warp groups take tiles in turn instead of sharing
+    each; decoders: warps that decode, with `decoder_registers` registers a thread; other_registers: those of the second
+    multiplying warp group, of no use without `alternate`."""
+
+    alternate: bool
+    decoders: int
+    decoder_registers: int
+    other_registers: int = 0
+
+
+STAGED = Staged(alternate=False, decoders=4, decoder_registers=104)
+ALTERNATE = Staged(alternate=True, decoders=4, decoder_registers=88, other_registers=192)
+
+
+def staged(*args, cut: Staged, **options):
+    """The same by hopper_staged_kernel.py."""
+    from pallas_kernels.sparse_attention import hopper_staged_kernel
+
+    tuned = dict(ALTERNATE=cut.alternate, DECODERS=cut.decoders, DECODER_REGISTERS=cut.decoder_registers,
+                 OTHER_REGISTERS=cut.other_registers)  # fmt: skip
+    return _launch(hopper_staged_kernel.attention, 4 if cut.alternate else 8, tuned, *args, **options)
+
+
+def _launch(
+    kernel, warps, tuned, q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
+    window, scale, window_start=None, window_end=None, rotate_query=False, first=0,
+):  # fmt: skip
     shape = batch, span, heads, dim = query_shape(q, sink, first)
     bounds = window_start is not None or window_end is not None
     start, end = window_bounds(positions, window, window_start, window_end) if bounds else (positions, positions)
@@ -47,11 +78,11 @@ def sparse_attention(
     else:
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
     return gluon_call.gluon_call(
-        hopper_kernel.attention,
+        kernel,
         q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype),
-        grid=(batch * span, 1, 1), warps=8, compute_capability=90,
+        grid=(batch * span, 1, 1), warps=warps, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
-        BOUNDS=bounds, ROTATE=rotate_query,
+        BOUNDS=bounds, ROTATE=rotate_query, **tuned,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Shapes of sparse attention that tests and benchmarks share, with their byte and flop counts."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -130,13 +131,17 @@ def deviceless_case(name: str):
     from pallas_kernels.sparse_attention import hopper, one_pass
 
     name, _, implementation = name.partition(":")
-    kernel = {"": hopper, "hopper": hopper, "one_pass": one_pass}[implementation]
+    run = {
+        "": hopper.sparse_attention, "hopper": hopper.sparse_attention, "one_pass": one_pass.sparse_attention,
+        "hopper_staged": functools.partial(hopper.staged, cut=hopper.STAGED),
+        "hopper_alternate": functools.partial(hopper.staged, cut=hopper.ALTERNATE),
+    }[implementation]  # fmt: skip
     spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code
     names = [k for k, v in inputs.items() if v is not None]
 
     def function(*arrays):
         given = dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True))
-        return kernel.sparse_attention(**given, **spec.options, rotate_query=True)
+        return run(**given, **spec.options, rotate_query=True)
 
     return function, tuple(jax.ShapeDtypeStruct(inputs[k].shape, inputs[k].dtype) for k in names)
