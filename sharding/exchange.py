@@ -209,7 +209,11 @@ class RingExchange(_Sharded):
     on the multiprocessors that the experts need. NCCL's all-to-all of the same bytes is a kernel that copies twice.
     """
 
-    compiler_options = (("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),)
+    @property
+    def compiler_options(self):
+        # one limit for all: with XLA's own of 1 a permute would wait for the one before, with nothing beside it
+        return (("xla_gpu_collective_permute_mode", "COLLECTIVES_PEER_MEMORY"),
+                ("xla_gpu_experimental_parallel_collective_overlap_limit", max(1, self.ranks - 1)))  # fmt: skip
 
     def shift(self, x, distance: int):
         """`x` of the rank `distance` behind this one."""
