@@ -11,15 +11,14 @@ Modelled: integer, predicate, f32, bf16 and packed e4m3 arithmetic bit by bit (f
 reductions; global memory with 16-byte-aligned buffers, where an access outside a buffer, misaligned, or a write to an
 input is an error and the output starts as NaN; shared memory, which starts as NaN; ldmatrix and stmatrix; named
 barriers with their thread counts; mbarriers (init, arrive, wait for a parity); cp.async, which lands when its arrival
-is issued; wgmma of e4m3 and bf16 with A in
-registers or in shared memory and B in shared memory through its descriptor (offsets, 32-, 64- and 128-byte swizzle,
-MN-major B). A warp runs until it waits, and `order` says which of the ready ones is next: where a barrier is
-missing, one of the orders reads or overwrites too early, unless another barrier stands in for it. A deadlock and a
-program without end are errors.
+is issued; wgmma of e4m3 and bf16 with A in registers or in shared memory and B in shared memory through its descriptor
+(offsets, 32-, 64- and 128-byte swizzle, MN-major B); mma.sync of bf16; branches by index. A warp runs until it waits,
+and `order` says which of the ready ones is next: where a barrier is missing, one of the orders reads or overwrites too
+early, unless another barrier stands in for it. A deadlock and a program without end are errors.
 
-Not modelled: time; asynchrony (a wgmma reads its operands and writes its result where it is issued, so fences,
-commits and waits for it do nothing, nor do griddepcontrol and setmaxnreg, and their absence goes unseen); the tensor
-core's short accumulation (a product is summed in fp64 and rounded to fp32 once an instruction); the error of
+Not modelled: time; asynchrony (a wgmma reads its operands and writes its result where it is issued, so fences, commits
+and waits for it do nothing, nor do griddepcontrol, setmaxnreg and prefetches, and their absence goes unseen); the
+tensor core's short accumulation (a product is summed in fp64 and rounded to fp32 once an instruction); the error of
 ex2.approx and div.full, which round correctly here and keep subnormals; lanes of one warp that part at a branch (an
 error); clusters, TMA, local memory. The instructions are the tables of tests/ptx_instructions.py: any other, or
 another modifier, is refused with its line before anything runs.
@@ -65,7 +64,7 @@ class _Instruction:
     execute: object = None  # (machine, operands, *details), None of a control instruction
     details: tuple = ()
     control: str = ""
-    target: int = -1  # of a branch
+    targets: tuple[int, ...] = (-1,)  # of a branch, more than one if by index
 
 
 _STATEMENT = re.compile(r"\s*(?:([{}])|([\w$]+):(?!:)|((?:[^;{}]|\{[^}]*\})*);)")
@@ -115,6 +114,7 @@ def parse(ptx: str) -> tuple[list[str], list[_Instruction]]:
     head = ptx.index("{", ptx.index(".entry"))
     parameters = re.findall(r"(\w+_param_\d+)", ptx[ptx.index(".entry") : head])
     at, line, code, scopes, labels, branches = head + 1, 1 + ptx.count("\n", 0, head + 1), [], [0], {}, []
+    tables = dict(re.findall(r"([$\w]+):\s*\.branchtargets\s+([^;]*);", ptx))
     while scopes:
         match = _STATEMENT.match(ptx, at)
         if not match:
@@ -130,14 +130,18 @@ def parse(ptx: str) -> tuple[list[str], list[_Instruction]]:
             labels[scopes[-1], label] = len(code)
         elif text.strip() and not text.strip().startswith("."):
             code.append(_instruction(first, " ".join(text.split())))
-            if code[-1].control == "bra":
+            if code[-1].control in ("bra", "brx"):
                 branches.append((code[-1], list(scopes)))
     for branch, around in branches:
-        (name,) = branch.operands
-        scope = next((s for s in reversed(around) if (s, name) in labels), None)
-        if scope is None:
-            raise PtxError(f"line {branch.line}: there is no label {name}")
-        branch.target = labels[scope, name]
+        name = branch.operands[-1]
+        names = [x.strip() for x in tables.get(name, "").split(",")] if branch.control == "brx" else [name]
+        places = []
+        for name in names:
+            scope = next((s for s in reversed(around) if (s, name) in labels), None)
+            if scope is None:
+                raise PtxError(f"line {branch.line}: there is no label {name}")
+            places.append(labels[scope, name])
+        branch.targets = tuple(places)
     return parameters, code
 
 
@@ -157,7 +161,7 @@ class _Machine:
         self.copies = []  # (warps, shared addresses, bytes, lanes) on their way
         self.pc, self.state = np.zeros(len(self.cta), np.int64), np.full(len(self.cta), _RUNNING)
         self.waits = [None] * len(self.cta)
-        self.starts = {0, *(c.target for c in self.code), *(i + 1 for i, c in enumerate(self.code) if c.control)}
+        self.starts = {0, *(t for c in self.code for t in c.targets), *(i + 1 for i, c in enumerate(self.code) if c.control)}
         buffers = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
         buffers.append(np.full(out_bytes, 0xFF, np.uint8))
         self.parameters, pieces, owned, at = dict.fromkeys(names, 0), [], [], 0
@@ -274,9 +278,14 @@ class _Machine:
             taken = np.broadcast_to(self.mask, (len(self.active), 32))
             if (taken != taken[:, :1]).any():
                 raise PtxError("lanes of a warp part ways")
-            self.pc[self.active[taken[:, 0]]] = code.target
+            self.pc[self.active[taken[:, 0]]] = code.targets[0]
         elif self.mask is not True:
             raise PtxError("not known under a predicate")
+        elif code.control == "brx":
+            index = np.broadcast_to(self.lanes(code.operands[0]), (len(self.active), 32)).astype(np.int64)
+            if (index != index[:, :1]).any():
+                raise PtxError("lanes of a warp part ways")
+            self.pc[self.active] = np.array(code.targets)[index[:, 0]]
         elif code.control == "ret":
             self.state[self.active] = _DONE
         elif code.control in ("bar", "barrier"):

@@ -116,6 +116,7 @@ ARITHMETIC = {
     "abs": lambda n, a: np.abs(a),
     "min": lambda n, a, b: np.fmin(a, b),
     "max": lambda n, a, b: np.fmax(a, b),
+    "min.relu": lambda n, a, b: np.maximum(np.minimum(a, b), 0),
     "max.relu": lambda n, a, b: np.maximum(np.maximum(a, b), 0),
     "ex2.approx.ftz": lambda n, a: np.exp2(a.astype(np.float64)),
     "popc": lambda n, a: np.bitwise_count(a).astype(np.uint64),
@@ -305,6 +306,25 @@ def _product(machine, operands, columns, kind):
         machine.write(name, _encode(np.where(kept, x + _decode(machine.read(name), "f32"), x), "f32"))
 
 
+def _warp_product(machine, operands):
+    """mma.sync of one warp: bf16 A [16, 16] times B [16, 8], added to C in fp32."""
+    d, a, b, c = operands
+    values = []
+    for names, rows in ((a, 16), (b, 8)):
+        matrix = np.zeros((len(machine.active), rows, 16, 2), np.uint8)
+        for i, name in enumerate(names):
+            row, channels = (8 * (i & 1), 8 * (i >> 1)) if rows == 16 else (0, 8 * i)
+            word = machine.lanes(name)[..., None].view(np.uint8)[..., :4]
+            for half in (0, 1):
+                matrix[:, LANE // 4 + row, LANE % 4 * 2 + channels + half] = word[..., 2 * half : 2 * half + 2]
+        values.append(np.ascontiguousarray(matrix).view(BF16)[..., 0].astype(np.float64))
+    total = values[0] @ values[1].transpose(0, 2, 1)
+    before = [_decode(machine.read(name), "f32") for name in c]  # D may be C
+    for i, name in enumerate(d):
+        x = total[:, LANE // 4 + 8 * (i >> 1), 2 * (LANE % 4) + (i & 1)]
+        machine.write(name, _encode(x + before[i], "f32"))
+
+
 def _mbarrier(machine, operands, action):
     """A phase of `count` arrivals completes and the next one begins: [count, still to come, phases completed]."""
     if len(operands) != 2:
@@ -324,7 +344,7 @@ def _mbarrier(machine, operands, action):
 
 _NOTHING = (
     r"griddepcontrol\.wait|fence\.proxy\.async\.shared::cta|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|"
-    r"wgmma\.(?:fence|commit_group|wait_group)\.sync\.aligned"
+    r"prefetch\.global\.L2|wgmma\.(?:fence|commit_group|wait_group)\.sync\.aligned"
 )
 OTHERS = [
     (_NOTHING, lambda machine, operands: None),
@@ -337,8 +357,9 @@ OTHERS = [
     (r"st\.(global|shared)(?:\.v[24])?\.([bus]\d+|f32)", _store),
     (r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", _matrix),
     (r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(?:16|32)\.f32\.(e4m3|bf16)\.(?:e4m3|bf16)", _product),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", _warp_product),
     (r"mbarrier\.(init|arrive)\.shared::cta\.b64", _mbarrier),
     (r"cp\.async\.c[ag]\.shared\.global", _copy),
     (r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64", _arrive_with_copies),
 ]
-CONTROL = r"bra(\.uni)?|ret|bar\.sync|barrier\.sync|mbarrier\.try_wait\.parity\.shared\.b64"
+CONTROL = r"bra(\.uni)?|brx\.idx|ret|bar\.sync|barrier\.sync|mbarrier\.try_wait\.parity\.shared\.b64"

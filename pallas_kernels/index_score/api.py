@@ -1,5 +1,7 @@
 """index_score and index_score_blocks: indexer logits over all visible columns, or over candidate blocks only."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -55,6 +57,12 @@ IMPLEMENTATIONS = (  # of the dense operator, fastest first
     registry.Implementation("reference", reference.index_score),
 )
 BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
+    registry.Implementation("hopper_stream", hopper.index_score_blocks_streamed, ("sm_90",), hopper.refuses_shared_blocks,
+                            hopper.UNMEASURED),
+    registry.Implementation("hopper_prefetch", functools.partial(hopper.index_score_blocks, ahead=True, prefetch=True),
+                            ("sm_90",), hopper.refuses_shared_blocks, hopper.UNMEASURED),
+    registry.Implementation("hopper_ahead", functools.partial(hopper.index_score_blocks, ahead=True), ("sm_90",),
+                            hopper.refuses_shared_blocks, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
     registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks),
     registry.Implementation("reference", reference.index_score_blocks),

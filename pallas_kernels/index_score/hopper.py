@@ -12,6 +12,11 @@ REGISTERS = 168  # a thread of the dense kernel; more would leave room for 2 pro
 # The candidates' kernel that shares decoded keys: (blocks a window, blocks kept from before it, groups of 4 warps,
 # registers a thread, programs a request). Two programs fit a multiprocessor; 64 requests fill an H100 or H200 once.
 WINDOW = (64, 16, 2, 128, 4)
+# The one that decodes them by warps of their own: (blocks a window, blocks kept from before it, registers a thread,
+# programs a request). One program fills a multiprocessor.
+STREAM = (64, 32, 128, 2)
+BLOCK = 8  # keys a block of those two
+UNMEASURED = "no GPU has run it yet"
 SPARSEST = 4  # keys in reach for each candidate column, up to which decoding all of them is expected to pay
 
 
@@ -97,8 +102,39 @@ def refuses_sharing(q, head_weights, index_pool, table, block_ids, block_size: i
     return None
 
 
+def refuses_shared_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_size):
+    """Why the kernels that decode keys once for all rows of a request do not take these arguments, or None."""
+    return refuses_blocks(q, head_weights, index_pool, table, block_ids, end, block_size=block_size) or refuses_sharing(
+        q, head_weights, index_pool, table, block_ids, block_size
+    )
+
+
+def index_score_blocks_streamed(
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM
+):  # fmt: skip
+    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM."""
+    from pallas_kernels.index_score import hopper_lists as lists
+    from pallas_kernels.index_score import hopper_shared_kernel as shared
+    from pallas_kernels.index_score import hopper_stream_kernel
+
+    del block_size  # 8, as `refuses_shared_blocks` sees to
+    fresh, kept, registers, programs = window
+    rows, batch, columns, groups = head_weights.shape[0], *table.shape, 3
+    span, blocks = rows // batch, block_ids.shape[1]
+    pages, entries = geometry(index_pool, 128)
+    extra = shared.ring_bytes(fresh, fresh + kept, span, groups)
+    return gluon_call.gluon_call(
+        hopper_stream_kernel.stream_blocks, query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end,
+        out_shape=jax.ShapeDtypeStruct((rows, blocks * BLOCK), jnp.bfloat16), grid=(programs, batch, 1), warps=4,
+        compute_capability=90, maxnreg=128, extra_shared=extra, BYTES=extra, S=span, SP=lists.padded_rows(span, groups),
+        GROUPS=groups, HEADS=head_weights.shape[1], KB=blocks, FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh),
+        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns,
+    )  # fmt: skip
+
+
 def index_score_blocks(
-    q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto"
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto",
+    ahead=False, prefetch=False,
 ):  # fmt: skip
     """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages.
 
@@ -121,12 +157,14 @@ def index_score_blocks(
             hopper_kernel.blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
             grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), BLOCK=block_size, CHUNK=chunk, **constants,
         )  # fmt: skip
+    from pallas_kernels.index_score import hopper_lists as lists
     from pallas_kernels.index_score import hopper_shared_kernel as shared
 
     fresh, kept, halves, registers, programs = window
     extra = shared.ring_bytes(fresh, kept, span, halves)
     return gluon_call.gluon_call(
         shared.request_blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
-        grid=(programs, batch, 1), extra_shared=extra, BYTES=extra, SP=shared.padded_rows(span, halves), HALVES=halves,
-        FRESH=fresh, KEPT=kept, LIST=shared.list_length(fresh), REGISTERS=registers, **constants,
+        grid=(programs, batch, 1), extra_shared=extra, BYTES=extra, SP=lists.padded_rows(span, halves), HALVES=halves,
+        FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh), REGISTERS=registers, AHEAD=ahead, PREFETCH=prefetch,
+        **constants,
     )  # fmt: skip

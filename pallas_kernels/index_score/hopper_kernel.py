@@ -16,6 +16,7 @@ the weights in bf16. The fp32 sum is one more product, with a matrix of ones.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
@@ -181,6 +182,23 @@ def sums(products, weights, ones, factor):
     total = warpgroup_mma_wait(0, deps=[total])
     score = (total * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R)), 1)).to(gl.bfloat16)
     return score + 0.0  # turns -0 into +0
+
+
+@gluon.jit
+def register_sums(products, weights, HEADS: gl.constexpr):
+    """The sums of `sums` before their factor, f32[n, 8], by mma.sync with ones in registers: nothing to wait for, so that
+    later products stay in flight. Column c belongs to query row c modulo the rows of the product."""
+    N: gl.constexpr = products.shape[1]
+    R: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8])
+    B: gl.constexpr = gl.DotOperandLayout(1, R, 2)
+    terms = _terms(products, gl.expand_dims(weights, 0))
+    terms = gl.convert_layout(terms, gl.DotOperandLayout(0, R, 2), assert_trivial=True)
+    ones = gl.full([N, 8], 1.0, gl.bfloat16, B)
+    if N > HEADS:
+        head = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(1, B)) // HEADS, 1)
+        row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, B)) % (N // HEADS), 0)
+        ones = gl.where(head == row, ones, gl.zeros([N, 8], gl.bfloat16, B))
+    return mma_v2(terms, ones, gl.zeros([products.shape[0], 8], gl.float32, R))
 
 
 @gluon.jit
