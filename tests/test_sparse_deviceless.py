@@ -21,8 +21,6 @@ CASES = {
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
     "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),
-    "request_blocks ahead": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:ahead", 128, 0),
-    "stream_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:stream", 128, 0),
 }
 
 
