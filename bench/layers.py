@@ -72,8 +72,8 @@ def scopes_of(hlo: str) -> dict[str, str]:
     return {op.name: op.scope for ops in comps.values() for op in ops}
 
 
-def read_trace(folder, module: str = "jit_bound") -> list[Event]:
-    """Kernels of the newest trace below `folder` on the first GPU, by start, those of other modules left out. A trace may
+def read_trace(folder, module: str = "jit_bound", gpu: int = 0) -> list[Event]:
+    """Kernels of the newest trace below `folder` on one GPU, by start, those of other modules left out. A trace may
     be the profiler's own file or the Perfetto file beside it.
 
     Raises FileNotFoundError without a trace."""
@@ -84,10 +84,10 @@ def read_trace(folder, module: str = "jit_bound") -> list[Event]:
         found = sorted(pathlib.Path(folder).rglob("*.trace.json.gz"))
         if not found:
             raise FileNotFoundError(f"{folder}: no *.xplane.pb and no *.trace.json.gz below it")
-        return _read_perfetto(found[-1], module)
+        return _read_perfetto(found[-1], module, gpu)
     events = []
     for plane in jax.profiler.ProfileData.from_file(str(found[-1])).planes:
-        if "GPU:0" not in plane.name:
+        if not plane.name.endswith(f"GPU:{gpu}"):
             continue
         for line in plane.lines:
             if not line.name.startswith("Stream"):
@@ -99,13 +99,13 @@ def read_trace(folder, module: str = "jit_bound") -> list[Event]:
     return sorted(events, key=lambda e: e.start)
 
 
-def _read_perfetto(path: pathlib.Path, module: str) -> list[Event]:
+def _read_perfetto(path: pathlib.Path, module: str, gpu: int) -> list[Event]:
     rows = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in rows if e.get("name") == "process_name"}
     events = []
     for e in rows:
         stats = e.get("args", {})
-        if e.get("ph") == "X" and "GPU:0" in named.get(e["pid"], "") and stats.get("hlo_module", module).startswith(module):
+        if e.get("ph") == "X" and named.get(e["pid"], "").endswith(f"GPU:{gpu}") and stats.get("hlo_module", module).startswith(module):
             events.append(Event(stats.get("hlo_op", ""), e["name"], e["ts"] * 1e3, e["dur"] * 1e3))
     return sorted(events, key=lambda e: e.start)
 
@@ -218,6 +218,9 @@ def main(argv=None) -> dict:
         raise SystemExit(f"bench.layers: {args.trace} holds no GPU kernels of the step")
     out = attribute(events, scopes_of((args.trace / "step.hlo").read_text()), args.steps)
     measured = run["result"]["step_ms"] * 1e3
+    if out["exchange"]:
+        others = [exchange(read_trace(args.trace, gpu=gpu), args.steps) for gpu in range(1, run["protocol"].get("ranks", 1))]
+        out["exchange"]["waited_us_by_gpu"] = [x["waited_us"] for x in (out["exchange"], *others)]
     out["parts_us"]["gaps"] = round(measured - out["busy_us"], 2)
     out = {
         "benchmark": "layers",
@@ -241,7 +244,7 @@ def _print(out: dict) -> None:
         print(f"  {part:32s} {us:10.1f} us  {100 * us / step:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
     if x := out["exchange"]:
         print(f"  exchange {x['us']:.0f} us in {x['count']:.0f} collectives, {x['hidden_us']:.0f} hidden, {x['exposed_us']:.0f} exposed; "
-              f"{x['waited_us']:.0f} us without another kernel")
+              f"us without another kernel by GPU: {', '.join(f'{us:.0f}' for us in x['waited_us_by_gpu'])}")
     for kind, row in out["attention"]["classes"].items():
         print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
 

@@ -93,6 +93,7 @@ def test_reads_the_perfetto_file(tmp_path):
             kernel(2, 1.0, "jit_bound"), kernel(1, 1.0, "jit_other")]  # fmt: skip
     (tmp_path / "vm.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": rows}).encode()))
     assert layers.read_trace(tmp_path) == [Event("a", "k", 3000.0, 2000.0), Event("a", "k", 5000.0, 2000.0)]
+    assert layers.read_trace(tmp_path, gpu=1) == [Event("a", "k", 1000.0, 2000.0)]
 
 
 def test_missing_trace_is_an_error(tmp_path):
