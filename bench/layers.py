@@ -112,10 +112,7 @@ def _read_perfetto(path: pathlib.Path, module: str, gpu: int) -> list[Event]:
 
 def exchange(events: list[Event], steps: int) -> dict | None:
     """Transfers of one step (NCCL's kernels, copies between GPUs) in us: their sum, what other kernels of this GPU hide of
-    it, what is exposed, each also by kernel; None without any.
-
-    waited_us: the gaps between other kernels in which a transfer ends, so also what a copy does not show: NCCL's kernels
-    wait for the slowest rank inside, a copy before it starts."""
+    it, what is exposed, each also by kernel; None without any. waited_us: of `waits`."""
     moves = [e for e in events if e.name.startswith(TRANSFERS)]
     if not moves:
         return None
@@ -129,11 +126,32 @@ def exchange(events: list[Event], steps: int) -> dict | None:
     for row in rows.values():
         row["exposed_us"] = row["us"] - row["hidden_us"]
     total = {key: sum(row[key] for row in rows.values()) for key in ("count", "us", "hidden_us", "exposed_us")}
-    gaps = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(others)]
-    ends = [e.start + e.duration for e in moves]
-    total["waited_us"] = sum(b - a for a, b in gaps if any(a < end <= b for end in ends)) / steps / 1e3
+    total["waited_us"] = sum(waits(events)) / steps / 1e3
     rounded = lambda row: {key: round(value, 2) for key, value in row.items()}
     return {**rounded(total), "kernels": {name: rounded(row) for name, row in rows.items()}}
+
+
+def waits(events: list[Event]) -> list[float]:
+    """For every transfer by its start, ns that no other kernel ran before the next one could begin: the gap in which it
+    ended, if it was the last to end there, else 0. That holds what a transfer's own time does not show: NCCL's kernels wait
+    for the slowest rank inside, a copy before it starts."""
+    moves = [e for e in events if e.name.startswith(TRANSFERS)]
+    others = _covered([e for e in events if not e.name.startswith(TRANSFERS)])
+    out = [0.0] * len(moves)
+    for (_, idle), (busy, _) in itertools.pairwise(others):
+        ended = [(e.start + e.duration, i) for i, e in enumerate(moves) if idle < e.start + e.duration <= busy]
+        if ended:
+            out[max(ended)[1]] = busy - idle
+    return out
+
+
+def waits_of_gpus(traces: list[list[Event]], steps: int) -> dict:
+    """Of the traces of all GPUs, us a step: waited_us_by_gpu, and waited_by_all_us: of every transfer, the wait of the GPU
+    that waited least. What is beyond that is waiting for a rank that was not ready: experts chosen unevenly, not the link.
+    """
+    each = [waits(events) for events in traces]
+    us = lambda values: round(sum(values) / steps / 1e3, 2)
+    return {"waited_us_by_gpu": [us(w) for w in each], "waited_by_all_us": us(map(min, zip(*each, strict=True)))}
 
 
 def _covered(events: Iterable[Event]) -> list[tuple[float, float]]:
@@ -219,8 +237,8 @@ def main(argv=None) -> dict:
     out = attribute(events, scopes_of((args.trace / "step.hlo").read_text()), args.steps)
     measured = run["result"]["step_ms"] * 1e3
     if out["exchange"]:
-        others = [exchange(read_trace(args.trace, gpu=gpu), args.steps) for gpu in range(1, run["protocol"].get("ranks", 1))]
-        out["exchange"]["waited_us_by_gpu"] = [x["waited_us"] for x in (out["exchange"], *others)]
+        others = [read_trace(args.trace, gpu=gpu) for gpu in range(1, run["protocol"].get("ranks", 1))]
+        out["exchange"] |= waits_of_gpus([events, *others], args.steps)
     out["parts_us"]["gaps"] = round(measured - out["busy_us"], 2)
     out = {
         "benchmark": "layers",
@@ -244,7 +262,7 @@ def _print(out: dict) -> None:
         print(f"  {part:32s} {us:10.1f} us  {100 * us / step:5.1f} %  {out['kernels'].get(part, 0):8.1f} kernels")
     if x := out["exchange"]:
         print(f"  exchange {x['us']:.0f} us in {x['count']:.0f} collectives, {x['hidden_us']:.0f} hidden, {x['exposed_us']:.0f} exposed; "
-              f"us without another kernel by GPU: {', '.join(f'{us:.0f}' for us in x['waited_us_by_gpu'])}")
+              f"us waited by GPU: {', '.join(f'{us:.0f}' for us in x['waited_us_by_gpu'])}; by all {x['waited_by_all_us']:.0f}")
     for kind, row in out["attention"]["classes"].items():
         print(f"  attention {kind:8s} x{row['layers']:<3d} {row['us']:9.1f} us (reference on B300: {row['reference_b300_us']})")
 

@@ -85,6 +85,13 @@ def test_the_wait_for_a_copy_is_its_whole_gap():
     assert (got["count"], got["exposed_us"], got["waited_us"]) == (2.0, 0.2, 1.0)
 
 
+def test_a_wait_for_a_late_rank_is_not_the_transfers():
+    early = [("a", "gemm", 0, 1000), ("d", "ncclDevKernel_SendRecv(y)", 1000, 5000), ("a", "gemm", 6000, 100)]
+    late = [("a", "gemm", 0, 5000), ("d", "ncclDevKernel_SendRecv(y)", 5000, 1000), ("a", "gemm", 6000, 100)]
+    got = layers.waits_of_gpus([[Event(*row) for row in rows] for rows in (early, late)], steps=1)
+    assert got == {"waited_us_by_gpu": [5.0, 1.0], "waited_by_all_us": 1.0}
+
+
 def test_reads_the_perfetto_file(tmp_path):
     name = lambda pid, what: {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": what}}
     kernel = lambda pid, ts, module: {"ph": "X", "pid": pid, "ts": ts, "dur": 2.0, "name": "k",
