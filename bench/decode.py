@@ -301,6 +301,7 @@ def protocol(bench: Bench) -> dict:
     return {
         "preset": w.name,
         "ranks": bench.ranks,
+        "exchange": bench.ranks > 1 and (args.exchange or "gather") or None,
         "exchange_parts": getattr(args, "exchange_parts", None) or 1,
         "layers": [s.kind for s in w.config.layers],
         "draft_stages": w.config.num_nextn_predict_layers,

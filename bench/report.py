@@ -55,8 +55,9 @@ def what_ran(row: StepRow) -> str:
     """The workload and the implementations that are not kernels, in words."""
     p = row.protocol
     ranks = f", {p['ranks']} ranks" if p.get("ranks", 1) > 1 else ""
-    ranks += f", exchange in {p['exchange_parts']} parts" if p.get("exchange_parts", 1) > 1 else ""
-    plain = [op for op, name in p.get("implementations", {}).items() if name == "reference"]
+    named, parts = p.get("exchange"), p.get("exchange_parts", 1)
+    ranks += f", exchange{f' {named}' if named else ''}{f' in {parts} parts' if parts > 1 else ''}" if named or parts > 1 else ""
+    plain = ["every operator"] if row.plain else [op for op, name in p.get("implementations", {}).items() if name == "reference"]
     beside = f"; plain XLA: {', '.join(plain)}" if plain else ""
     return f"{p['preset']}, {len(p['layers'])} layers{ranks}{beside}"
 

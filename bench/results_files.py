@@ -95,7 +95,13 @@ class StepRow:
     def series(self) -> tuple:
         """What two points of one line have in common."""
         p = self.protocol
-        return self.source.device, p["preset"], len(p["layers"]), p["gamma"], p.get("ranks", 1), p.get("exchange_parts", 1)
+        return (self.source.device, p["preset"], len(p["layers"]), p["gamma"], p.get("ranks", 1), p.get("exchange"),
+                p.get("exchange_parts", 1), self.plain)  # fmt: skip
+
+    @property
+    def plain(self) -> bool:
+        """No kernel in it: the XLA baseline."""
+        return set(self.protocol.get("implementations", {}).values()) == {"reference"}
 
 
 @dataclasses.dataclass
