@@ -69,18 +69,19 @@ BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """(function, abstract arguments) of "<spec>", "<spec>:blackwell" or "<spec>:n,math,splits[,registers]"."""
+    """(function, abstract arguments) of "<spec>", "<spec>:blackwell" "<spec>:<implementation>" of api.py or "<spec>:n,math,splits[,registers[,pair]]"."""
     import functools
     import os
 
-    from . import blackwell, hopper
+    from . import api, blackwell, hopper
 
     name, _, cut = name.partition(":")
     spec = BY_NAME[name]
+    named = {i.name: i.run for i in api.IMPLEMENTATIONS}
     tile = None
-    if cut and cut != "blackwell":
+    if cut and cut not in named:
         numbers = [int(v) for v in cut.split(",")]
-        tile = hopper.Tile(*numbers[:3], registers=tuple(numbers[3:]) or None)
+        tile = hopper.Tile(*numbers[:3], registers=tuple(numbers[3:5]) or None, pair=(numbers[5:] or [1])[0])
     shape = jax.ShapeDtypeStruct
     args = (
         shape((spec.rows, spec.groups * spec.inner), jnp.bfloat16),
@@ -91,4 +92,6 @@ def deviceless_case(name: str):
         capability = int(os.environ["DEVICELESS_CAPABILITY"])
         run = functools.partial(blackwell.block_scaled_matmul, groups=spec.groups, quantised=spec.quantised)
         return functools.partial(run, capability=capability), args
+    if cut in named:
+        return functools.partial(named[cut], groups=spec.groups), args
     return functools.partial(hopper.block_scaled_matmul, groups=spec.groups, tile=tile), args
