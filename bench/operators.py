@@ -70,6 +70,7 @@ OPERATORS = (
     Operator("candidate_blocks", ("k_blocks", "flags")),
     Operator("sparse_plan", ("key_count", "k", "kind")),
     Operator("router", ("k", "scale"), tolerance=1e-5),
+    Operator("markov_argmax", ("first",)),
     Operator("expert_plan", ("local", "tile_rows")),
     Operator("fp8_round_trip", ()),
     Operator("fp8_round_trip", (), function="quantise", specs="QUANTISE_SPECS", implementations="QUANTISERS"),

@@ -11,7 +11,9 @@ from dsv41_jax.cache import State
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.linear import fp8_linear, matmul, rms_norm
 from dsv41_jax.model import Network, block, head, initial_streams
+from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Transformer
+from pallas_kernels.markov_argmax.api import markov_argmax
 from pallas_kernels.row_tiles import in_row_tiles
 from pallas_kernels.sparse_attention.api import sparse_attention
 
@@ -19,10 +21,11 @@ from pallas_kernels.sparse_attention.api import sparse_attention
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """tokens i32[B, G]; logits f32[B, G, V], Markov bias included, along the drafted chain; confidence f32[B, G] raw."""
+    """tokens i32[B, G]; logits f32[B, G, V], Markov bias included, along the drafted chain, None where nobody asked for them;
+    confidence f32[B, G] raw."""
 
     tokens: jax.Array
-    logits: jax.Array
+    logits: jax.Array | None
     confidence: jax.Array
 
 
@@ -54,7 +57,7 @@ def propose(
     position,  # i32[B] its position P
     slots,  # i32[B], < 0 = padding request
     net: Network,
-    choose,  # (logits f32[B, V], column int) -> i32[B]: picks the drafted token of a column
+    choose=None,  # (logits f32[B, V], column int) -> i32[B]: picks the drafted token of a column; None = the largest logit
 ) -> tuple[State, Proposal]:
     """Draft the block's tokens: every row sees the same context P-W..P-1 and all rows of the block.
 
@@ -77,8 +80,8 @@ def propose(
                 at = block(at, stage, attend, c.dspark_num_experts_per_tok, net, following[i])
         x = hyper.collapse(at.streams, at.pre)
         x = x.reshape(b, n, -1).swapaxes(0, 1)  # column by column: the logits of one are a slice that nobody copies
-        base = head(params, rms_norm(x.reshape(n * b, -1), params.draft.norm[...], c.rms_norm_eps)).reshape(n, b, -1)
-        proposal = _markov(params, x, base, anchor, choose)
+        base = head(params, rms_norm(x.reshape(n * b, -1), params.draft.norm[...], c.rms_norm_eps))
+        proposal = _markov(params, x, base, anchor, choose, net.options)
         return dataclasses.replace(state, draft_window=tuple(rings)), proposal
 
 
@@ -112,20 +115,25 @@ def _stage_attention(rings, i, params, row_slots, positions, slots, bounds, cos,
 def _markov(
     params: Transformer,
     x,  # dtype[G, B, H]
-    base,  # f32[G, B, V]
+    base,  # f32[G * B, V]
     anchor,
     choose,
+    options: DecodeOptions,
 ) -> Proposal:
     """The sequential Markov head: each column's logits depend on the token drafted before it."""
+    columns, b, _ = x.shape
     draft = params.draft
     embed, markov, weight = draft.markov_embed[...], draft.markov_head[...], draft.confidence[...].astype(jnp.float32)
     previous, tokens, logits, confidence = anchor, [], [], []
-    for i in range(base.shape[0]):
+    for i in range(columns):
         with jax.named_scope("markov"):
             e = embed[jnp.clip(previous, 0, embed.shape[0] - 1)].astype(x.dtype)
-            logits.append(base[i] + matmul(e, markov, jnp.float32))
             joint = jnp.concatenate([x[i].astype(jnp.float32), e.astype(jnp.float32)], -1)
             confidence.append(in_row_tiles(lambda j: jnp.sum(j * weight[0], -1), joint))
-            previous = choose(logits[-1], i)
+            if choose is None:
+                previous = markov_argmax(base, e, markov, first=i * b, impl=options.impl("markov_argmax"))
+            else:
+                logits.append(base[i * b : (i + 1) * b] + matmul(e, markov, jnp.float32))
+                previous = choose(logits[-1], i)
             tokens.append(previous)
-    return Proposal(jnp.stack(tokens, 1), jnp.stack(logits, 1), jnp.stack(confidence, 1))
+    return Proposal(jnp.stack(tokens, 1), jnp.stack(logits, 1) if logits else None, jnp.stack(confidence, 1))

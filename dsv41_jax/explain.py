@@ -18,6 +18,7 @@ from pallas_kernels.hyper_enter import api as hyper_enter
 from pallas_kernels.hyper_leave import api as hyper_leave
 from pallas_kernels.index_query import api as index_query
 from pallas_kernels.index_score import api as index_score
+from pallas_kernels.markov_argmax import api as markov_argmax
 from pallas_kernels.qkv_producer import api as qkv_producer
 from pallas_kernels.router import api as router
 from pallas_kernels.select_tokens import SlotMap
@@ -81,6 +82,7 @@ def explain_operators(
         "hyper_leave": lambda: hyper_leave.explain(*shapes.site(), arch=arch),
         "index_query": lambda: index_query.explain(
             *shapes.query(), heads=c.index_n_heads, dim=c.index_head_dim, arch=arch),
+        "markov_argmax": lambda: markov_argmax.explain(*shapes.markov(), arch=arch),
         "qkv_producer": lambda: qkv_producer.explain(
             *shapes.front(), eps=c.rms_norm_eps, round_trip=True, arch=arch),
         "index_score": lambda: index_score.explain(*shapes.index(), _i32(shapes.rows), arch=arch),
@@ -186,6 +188,12 @@ class _Shapes:
         """The window store's arguments with the norm of the query latents."""
         pool, rows, *rest = self.window()
         return pool, rows, _bf16(self.c.q_lora_rank), *rest
+
+    def markov(self):
+        """The arguments of a draft column's greedy choice."""
+        c, columns = self.c, max(self.c.dspark_block_size, 1)
+        return (_f32(columns * self.batch, c.vocab_size), _bf16(self.batch, c.dspark_markov_rank),
+                _bf16(c.vocab_size, c.dspark_markov_rank))  # fmt: skip
 
     def producers(self):
         """The arguments of the producer, once for each ratio."""

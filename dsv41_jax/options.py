@@ -9,7 +9,7 @@ from pallas_kernels import registry
 
 OPERATORS = ("block_scaled_matmul", "candidate_blocks", "expert_plan", "experts", "fp8_round_trip", "global_producer",
              "hyper_coefficients", "hyper_enter", "hyper_leave", "index_query", "index_score", "index_score_blocks",
-             "qkv_producer", "router", "select_tokens", "sparse_attention", "sparse_plan", "swiglu", "window_store")  # fmt: skip
+             "markov_argmax", "qkv_producer", "router", "select_tokens", "sparse_attention", "sparse_plan", "swiglu", "window_store")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,14 @@ def choose_draft(
     return jnp.where(batch.stochastic, sampling.categorical(scaled, batch.seed, positions, DRAFT), greedy)
 
 
+def draft_choice(
+    first,  # i32[B] position of the first drafted token
+    batch: SamplingBatch,
+):
+    """`choose` of `dspark.propose`: None, the largest logit and no logits kept, for a batch in which no row draws."""
+    return (lambda logits, i: choose_draft(logits, first + i, batch)) if batch.draws else None
+
+
 def verify(
     target_logits,  # f32[B, G+1, V]
     draft_tokens,  # i32[B, G]

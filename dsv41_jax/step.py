@@ -80,10 +80,10 @@ def mtp_step(params: Transformer, state: State, batch: DecodeBatch, net: Network
     live = slots >= 0
     position = jnp.where(live, state.length[jnp.maximum(slots, 0)], 0)
     anchor = jnp.where(live, state.anchor[jnp.maximum(slots, 0)], 0)
-    proposal = None
+    proposal = choose = None
     tokens = anchor[:, None]
     if gamma:
-        choose = lambda logits, i: speculative.choose_draft(logits, position + 1 + i, batch.sampling)
+        choose = speculative.draft_choice(position + 1, batch.sampling)
         state, proposal = dspark.propose(params, state, anchor, position, slots, net, choose)
         tokens = jnp.concatenate([tokens, proposal.tokens[:, :gamma]], 1)
     chunk = Chunk(tokens, position, jnp.where(live, gamma + 1, 0), slots, batch.tables)
@@ -92,7 +92,7 @@ def mtp_step(params: Transformer, state: State, batch: DecodeBatch, net: Network
     logits = model.head(params, features.hidden).reshape(slots.shape[0], gamma + 1, -1)
     with jax.named_scope("verify"):
         verdict = speculative.verify(
-            logits, tokens[:, 1:], proposal.logits[:, :gamma] if gamma else None, position + 1, batch.sampling
+            logits, tokens[:, 1:], proposal.logits[:, :gamma] if choose else None, position + 1, batch.sampling
         )
     count = verdict.accepted + 1
     state = _commit_features(params, state, features, chunk, count, net)

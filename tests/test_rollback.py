@@ -26,15 +26,15 @@ PLAN_WIDTH = 16 * harness.COLUMNS
 @pytest.fixture(scope="module", autouse=True)
 def plannable_drafts():
     """Where a batch carries bias ids, the draft for position p of row b is bias_ids[b, p]."""
-    drafted = speculative.choose_draft
+    drafted = speculative.draft_choice
 
-    def choose(logits, positions, batch):
+    def choice(first, batch):
         if not batch.bias_ids.shape[1]:
-            return drafted(logits, positions, batch)
-        return jnp.take_along_axis(batch.bias_ids, positions[:, None], 1)[:, 0]
+            return drafted(first, batch)
+        return lambda logits, i: jnp.take_along_axis(batch.bias_ids, first[:, None] + i, 1)[:, 0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative, "choose_draft", choose)
+        patch.setattr(speculative, "draft_choice", choice)
         yield
 
 

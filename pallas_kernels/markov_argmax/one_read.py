@@ -1,0 +1,117 @@
+"""The choice in one pass over weights and logits, Pallas on Triton: a program runs down a stretch of the vocabulary and keeps
+its largest logit of every row, a second, small launch takes the largest of the stretches.
+
+As a product and a reduction the biased logits, 33 MB a column, are written and read again, which is two thirds as much as
+the weights and logits that have to be read.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ..codecs import cdiv
+from ..triton_e4m3 import bits_of
+from ..triton_rows import MOST_POOL_BYTES
+
+ARCHES = ("sm_90", "sm_100", "sm_103")
+TILE = 32  # columns of one product
+PROGRAMS = 264  # at most: two for each multiprocessor of an H200
+STAGES = 4  # tiles of weights on their way: 96 kB on a multiprocessor of an H200
+ROWS = (16, 32, 64, 128)
+RANKS = (32, 64, 128, 256)
+LEAST = -(2**31)  # below the key of every number
+UNMEASURED = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
+
+
+def refuses(base, embedded, weight, *, first):
+    """Why the kernel does not take these arguments, or None."""
+    del first
+    if embedded.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
+        return f"operands are {embedded.dtype} and {weight.dtype}, the kernel is for bfloat16"
+    if embedded.shape[0] not in ROWS or embedded.shape[1] not in RANKS:
+        return f"{embedded.shape[0]} rows of rank {embedded.shape[1]}, the kernel is for rows {ROWS} and ranks {RANKS}"
+    if 4 * base.size >= MOST_POOL_BYTES:
+        return f"logits of {4 * base.size} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
+    return None
+
+
+def ordered(x):
+    """f32 -> i32 in the order of the numbers, -0 equal to 0, every NaN the same and above all of them."""
+    bits = bits_of(x)
+    key = jnp.where(bits == -(2**31), 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return jnp.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, key)
+
+
+def _largest(base, embedded, weight, keys, ids, *, first: int, tiles: int):
+    """Whole arrays. keys, ids: i32[B, programs], of a program's stretch of the vocabulary."""
+    from jax.experimental.pallas import triton as plt
+
+    rows, vocabulary = embedded.shape[0], base.shape[1]
+    stretch = pl.program_id(0) * tiles * TILE
+    lane = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
+    x = embedded[:, :]
+
+    def logits(start):
+        inside = jnp.broadcast_to((start + lane < vocabulary)[None, :], (rows, TILE))
+        return plt.load(base.at[pl.ds(first, rows), pl.ds(start, TILE)], mask=inside, other=0.0)
+
+    def tile(i, carry):
+        largest, where, ahead = carry
+        start = stretch + i * TILE
+        column = start + lane
+        inside = jnp.broadcast_to((column < vocabulary)[:, None], (TILE, weight.shape[1]))
+        w = plt.load(weight.at[pl.ds(start, TILE), :], mask=inside, other=0.0)
+        # of the tile after this one: the compiler fetches ahead only what products read
+        following = logits(start + TILE)
+        value = ahead + plt.dot(x, w, trans_b=True)
+        key = jnp.where((column < vocabulary)[None, :], ordered(value), LEAST)
+        better = key > largest  # a lane's columns ascend: the first of equals stays
+        column = jnp.broadcast_to(column[None, :], key.shape)
+        return jnp.where(better, key, largest), jnp.where(better, column, where), following
+
+    none = jnp.full((rows, TILE), LEAST, jnp.int32), jnp.full((rows, TILE), vocabulary, jnp.int32)
+    largest, where, _ = jax.lax.fori_loop(0, tiles, tile, (*none, logits(stretch)))
+    best = jnp.max(largest, 1)
+    keys[:, pl.program_id(0)] = best
+    ids[:, pl.program_id(0)] = jnp.min(jnp.where(largest == best[:, None], where, vocabulary), 1)
+
+
+def _choose(keys, ids, out, *, vocabulary: int):
+    """Whole arrays; one row of out i32[B]: the lowest index of the largest key."""
+    from jax.experimental.pallas import triton as plt
+
+    row, programs = pl.program_id(0), keys.shape[1]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(programs),), 0)
+    key = plt.load(keys.at[row, lane], mask=lane < programs, other=LEAST)
+    index = plt.load(ids.at[row, lane], mask=lane < programs, other=vocabulary)
+    out[row] = jnp.min(jnp.where(key == jnp.max(key), index, vocabulary))
+
+
+@functools.partial(jax.jit, static_argnames=("first", "interpret"))
+def markov_argmax(base, embedded, weight, *, first: int, interpret: bool = False):
+    """See `api.markov_argmax`."""
+    from jax.experimental.pallas import triton as plt
+
+    rows, vocabulary = embedded.shape[0], base.shape[1]
+    every = cdiv(vocabulary, TILE)
+    tiles = cdiv(every, PROGRAMS)
+    programs = cdiv(every, tiles)
+    array = jax.ShapeDtypeStruct
+    found = pl.pallas_call(
+        functools.partial(_largest, first=first, tiles=tiles),
+        out_shape=[array((rows, programs), jnp.int32)] * 2,
+        grid=(programs,),
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=STAGES),
+        name="markov_largest",
+    )(base, embedded, weight)
+    return pl.pallas_call(
+        functools.partial(_choose, vocabulary=vocabulary),
+        out_shape=array((rows,), jnp.int32),
+        grid=(rows,),
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=2),
+        name="markov_choose",
+    )(*found)
