@@ -151,6 +151,7 @@ ATTENTIONS = {
     "hopper": attention_hopper.sparse_attention,
     "staged": functools.partial(attention_hopper.staged, cut=attention_hopper.STAGED),
     "alternate": functools.partial(attention_hopper.staged, cut=attention_hopper.ALTERNATE),
+    "persistent": functools.partial(attention_hopper.persistent, cut=attention_hopper.Persistent(programs=2)),
 }
 
 

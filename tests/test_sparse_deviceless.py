@@ -16,6 +16,7 @@ pytestmark = [
 # to 168 so that three programs fit a multiprocessor.
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
+    "attention persistent": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_persistent", 128, 0),
     "attention staged": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_staged", 128, 0),
     "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gluon_call
+from pallas_kernels import codecs, gluon_call
 from pallas_kernels.sparse_attention.reference import query_shape, window_bounds
 
 LOG2E = 1.4426950408889634
@@ -65,9 +65,26 @@ def staged(*args, cut: Staged, **options):
     return _launch(hopper_staged_kernel.attention, 4 if cut.alternate else 8, tuned, *args, **options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Persistent:
+    """How hopper_persistent_kernel.py is cut. programs: at most so many, for one each of a GPU's multiprocessors."""
+
+    programs: int = 132
+    decoder_registers: int = 88
+    other_registers: int = 192
+
+
+def persistent(*args, cut: Persistent = Persistent(), **options):
+    """The same by hopper_persistent_kernel.py."""
+    from pallas_kernels.sparse_attention import hopper_persistent_kernel
+
+    tuned = dict(DECODER_REGISTERS=cut.decoder_registers, OTHER_REGISTERS=cut.other_registers)
+    return _launch(hopper_persistent_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)
+
+
 def _launch(
     kernel, warps, tuned, q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None, rotate_query=False, first=0,
+    window, scale, window_start=None, window_end=None, rotate_query=False, first=0, programs=None,
 ):  # fmt: skip
     shape = batch, span, heads, dim = query_shape(q, sink, first)
     bounds = window_start is not None or window_end is not None
@@ -77,11 +94,15 @@ def _launch(
         global_pool, global_slots = window_pool, slots
     else:
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
+    rows = batch * span
+    if programs is not None:
+        tuned = tuned | dict(ROWS=rows)
+        rows = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
     return gluon_call.gluon_call(
         kernel,
         q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype),
-        grid=(batch * span, 1, 1), warps=warps, compute_capability=90,
+        grid=(rows, 1, 1), warps=warps, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
         BOUNDS=bounds, ROTATE=rotate_query, **tuned,
