@@ -130,9 +130,10 @@ def test_dense_kernel_scores_what_the_reference_scores(span, order):
     inputs["q"][-span:], inputs["head_weights"][-span:] = np.nan, np.inf
     inputs["head_weights"][0] = -abs(inputs["head_weights"][0])  # its zeros would come out negative
     want = jax.jit(scores_reference.index_score)(**inputs)
-    with emulated(order):
-        got = np.asarray(scores_hopper.index_score(**inputs, programs=3)).astype(np.float64)
-    check_scores(got, want)
+    for register_sums in (False, True):
+        with emulated(order):
+            got = scores_hopper.index_score(**inputs, programs=3, register_sums=register_sums)
+        check_scores(np.asarray(got).astype(np.float64), want)
 
 
 def check_attention(got, want):

@@ -52,6 +52,8 @@ def _validate(op, q, head_weights, index_pool, table):
 
 
 IMPLEMENTATIONS = (  # of the dense operator, fastest first
+    registry.Implementation("hopper_sums", functools.partial(hopper.index_score, register_sums=True), ("sm_90",),
+                            hopper.refuses, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
     registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses),
     registry.Implementation("reference", reference.index_score),

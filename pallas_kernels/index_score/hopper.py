@@ -63,8 +63,11 @@ def rows_together(span: int) -> tuple[int, int]:
     return (3, 1) if span % 3 == 0 else (1, 1)
 
 
-def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS):
-    """The dense operator (api.py has its contract) for bf16 weights and packed pages."""
+def index_score(
+    q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS, register_sums=False
+):  # fmt: skip
+    """The dense operator (api.py has its contract) for bf16 weights and packed pages. register_sums: sum heads by mma.sync,
+    which no later product waits for."""
     from pallas_kernels.index_score import hopper_kernel
 
     rows, heads = head_weights.shape
@@ -78,7 +81,7 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill=True, progr
         out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
         grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=registers,
         B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, ROWS=together, PER=per, HEADS=heads,
-        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
+        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill, REGISTER_SUMS=register_sums,
     )  # fmt: skip
 
 

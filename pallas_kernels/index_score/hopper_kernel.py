@@ -216,12 +216,14 @@ def fill(line, done, stop):
 def dense(
     q_ptr, w_ptr, pool_ptr, table_ptr, visible_ptr, out_ptr,
     B: gl.constexpr, BP: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr, HEADS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr, REGISTER_SUMS: gl.constexpr,
 ):  # fmt: skip
     """Program (p, g) scores rows g*ROWS.. of every request over the p-th equal share of all live tiles.
 
     PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two.
+    REGISTER_SUMS: sum heads by `register_sums` and store a tile of all rows at once.
     """
+    R: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     N: gl.constexpr = PER * HEADS
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
@@ -264,6 +266,8 @@ def dense(
         fence_async_shared()
         gl.thread_barrier()
         pages = table_ptr + b * COLUMNS
+        column_row = gl.arange(0, 8, gl.SliceLayout(0, R))
+        visible = gl.load(visible_ptr + row + column_row, mask=(column_row < ROWS) & REGISTER_SUMS, other=0)
         first = (at - base) * TILE
         end = (last - base) * TILE
         page = gl.load(pages + first // E)
@@ -276,6 +280,7 @@ def dense(
             words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
             ahead = start_products(ka, kb, q_low.index(0), q_high.index(0), N, M)
+            scores = gl.zeros([TILE, 8], gl.float32, R)
             for g in gl.static_range(GROUPS):
                 w = w0 if g == 0 else (w1 if g == 1 else (w2 if g == 2 else w3))
                 now = ahead
@@ -284,8 +289,15 @@ def dense(
                     products = warpgroup_mma_wait(2, deps=[now])
                 else:
                     products = warpgroup_mma_wait(0, deps=[now])
-                score = sums(products, w, ones, factor)
-                _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
+                if REGISTER_SUMS:
+                    total = register_sums(products, w, HEADS)
+                    scores = gl.where(gl.expand_dims(column_row // PER == g, 0), total, scores)
+                else:
+                    score = sums(products, w, ones, factor)
+                    _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
+            if REGISTER_SUMS:
+                scores *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R), assert_trivial=True), 1)
+                _store_visible(scores.to(gl.bfloat16) + 0.0, visible, out_ptr, row, column, CAPACITY, ROWS)
         at = last
     if FILL:
         for r in range(program, B * ROWS, programs):
@@ -296,14 +308,20 @@ def dense(
 
 @gluon.jit
 def _store_rows(score, visible_ptr, out_ptr, row, column, CAPACITY: gl.constexpr, PER: gl.constexpr):
+    r = gl.arange(0, 8, gl.SliceLayout(0, score.type.layout))
+    visible = gl.load(visible_ptr + row + r, mask=r < PER, other=0)
+    _store_visible(score, visible, out_ptr, row, column, CAPACITY, PER)
+
+
+@gluon.jit
+def _store_visible(score, visible, out_ptr, row, column, CAPACITY: gl.constexpr, ROWS: gl.constexpr):
+    """bf16[TILE, 8] scores of ROWS rows from `row` on to their columns from `column` on, -inf where not visible."""
     LAYOUT: gl.constexpr = score.type.layout
-    c = gl.expand_dims(column + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
-    r = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
-    visible = gl.expand_dims(gl.load(visible_ptr + row + r, mask=r < PER, other=0), 0)
-    score = gl.where(c < visible, score, float("-inf")).to(gl.bfloat16)
-    line = out_ptr + row.to(gl.int64) * CAPACITY + column
     c = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)
-    gl.store(line + gl.expand_dims(r * CAPACITY, 0) + c, score, mask=gl.expand_dims(r < PER, 0) & (c >= 0))
+    r = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT))
+    score = gl.where(column + c < gl.expand_dims(visible, 0), score, float("-inf")).to(gl.bfloat16)
+    line = out_ptr + row.to(gl.int64) * CAPACITY + column
+    gl.store(line + gl.expand_dims(r * CAPACITY, 0) + c, score, mask=gl.expand_dims(r < ROWS, 0) & (c >= 0))
 
 
 @gluon.jit

@@ -142,6 +142,8 @@ def deviceless_case(name: str):
         module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
     if kind == "gather":
         extra = {"window": None}
+    if kind == "sums":
+        extra = {"register_sums": True}
     if kind == "ahead":
         extra = {"ahead": True, "prefetch": True}
 
