@@ -146,23 +146,35 @@ class _Sharded:
         """i32[]: global id of this rank's first expert."""
         return self.rank() * params.w13[...].shape[0]
 
+    def _to_all(self, rows):
+        """dtype[R*T, n]: the rows of all ranks, rank 0 first."""
+        return jax.lax.all_gather(rows, self.axis, tiled=True)
+
+    def _home(self, blocks):
+        """R of dtype[T, n]: blocks[b] has gone to the rank whose rows are block b of `_to_all`; that of rank r comes at
+        `_place(r)`."""
+        return jax.lax.all_to_all(blocks, self.axis, 0, 0)
+
+    def _place(self, rank):
+        return rank
+
     def lookup(self, table, scale, rows, dtype):
         """dtype[T, n*D]: dequantised rows of an engram table split by rows, bit for bit what one device reads.
 
         table f8[rows/R, D] and scale u8[rows/R, D/32] are this rank's; rows i32[T, n] are global, outside the table:
-        zeros. Ids are gathered, every rank reads what it owns as raw bytes, and the bytes go back to the home rank, which
+        zeros. Ids go to all ranks, every rank reads what it owns as raw bytes, and the bytes go back to the home rank, which
         takes the owner's.
         """
         t, n = rows.shape
         owned, d = table.shape
-        asked = jax.lax.all_gather(rows, self.axis, tiled=True)  # i32[R*T, n]
+        asked = self._to_all(rows)  # i32[R*T, n]
         local = asked - self.rank() * owned
         at = jnp.where((local >= 0) & (local < owned), local, 0)
         records = jnp.concatenate([jax.lax.bitcast_convert_type(table[at], jnp.uint8), scale[at]], -1)
-        answers = jax.lax.all_to_all(records.reshape(self.ranks, t, -1), self.axis, 0, 0).reshape(self.ranks, t, n, -1)
+        answers = jnp.stack(self._home(records.reshape(self.ranks, t, -1))).reshape(self.ranks, t, n, -1)
         known = (rows >= 0) & (rows < owned * self.ranks)
-        owner = jnp.where(known, rows // owned, 0)
-        record = jnp.take_along_axis(answers, owner[None, :, :, None], 0)[0].reshape(t * n, -1)
+        place = self._place(jnp.where(known, rows // owned, 0))
+        record = jnp.take_along_axis(answers, place[None, :, :, None], 0)[0].reshape(t * n, -1)
         payload = jax.lax.bitcast_convert_type(record[:, :d], table.dtype)
         row = jnp.where(known, jnp.arange(t * n, dtype=jnp.int32).reshape(t, n), -1)
         return lookup(payload, record[:, d:], row, dtype)
@@ -189,14 +201,13 @@ class GatherExchange(_Sharded):
     def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
         """(f32[T, H], ...): the routed sum of this rank's rows over the experts of all ranks; what is beside it
         (`LocalExchange.run_experts`)."""
-        rows = jax.lax.all_gather(pack_rows(x, ids, weights), self.axis, tiled=True)
+        rows = self._to_all(pack_rows(x, ids, weights))
         unpack = lambda rows: unpack_rows(rows, x.shape[1], ids.shape[1], x.dtype)
         parts, done = _contributions(self, rows, unpack, params, run, beside)
         if self.combine == "reduce_scatter":
             home = _in_turn(lambda part: jax.lax.psum_scatter(part, self.axis, tiled=True), parts)
         else:
-            by_rank = lambda part: part.reshape(self.ranks, x.shape[0], -1)
-            home = _in_turn(lambda part: jax.lax.all_to_all(by_rank(part), self.axis, 0, 0), parts)
+            home = _in_turn(lambda part: self._home(part.reshape(self.ranks, x.shape[0], -1)), parts)
             home = [_ordered_sum(part) for part in home]
         return jnp.concatenate(home, 1), done
 
@@ -220,26 +231,33 @@ class RingExchange(_Sharded):
         pairs = [(r, (r - distance) % self.ranks) for r in range(self.ranks)]
         return jax.lax.ppermute(x, self.axis, pairs)
 
+    def _to_all(self, rows):
+        return jnp.concatenate(self._ring(rows))
+
+    def _ring(self, rows):
+        """R of dtype[T, n]: the rows of ranks r, r + 1, ..., modulo R."""
+        return [rows, *(self.shift(rows, d) for d in range(1, self.ranks))]
+
+    def _home(self, blocks):
+        return [blocks[0], *(self.shift(blocks[d], -d) for d in range(1, self.ranks))]  # of ranks r, r - 1, ...
+
+    def _place(self, rank):
+        return (self.rank() - rank) % self.ranks
+
     def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
         """(f32[T, H], ...): the routed sum of this rank's rows over the experts of all ranks; what is beside it
         (`LocalExchange.run_experts`)."""
-        mine = pack_rows(x, ids, weights)
-        rows = [mine, *(self.shift(mine, d) for d in range(1, self.ranks))]  # of ranks r, r + 1, ...
+        rows = self._ring(pack_rows(x, ids, weights))
         unpack = lambda rows: unpack_rows(jnp.concatenate(rows), x.shape[1], ids.shape[1], x.dtype)
         parts, done = _contributions(self, rows, unpack, params, run, beside)
-
-        def send(part):
-            own, *others = jnp.split(part, self.ranks)
-            return [own, *(self.shift(block, -d) for d, block in enumerate(others, 1))]  # from ranks r, r - 1, ...
-
-        return jnp.concatenate([self._by_rank(part) for part in _in_turn(send, parts)], 1), done
+        home = _in_turn(lambda part: self._home(jnp.split(part, self.ranks)), parts)
+        return jnp.concatenate([self._by_rank(part) for part in home], 1), done
 
     def _by_rank(self, parts):
-        """f32[T, H]: parts[d] came from rank r - d; added by ascending rank. Elementwise, so that each is read once."""
+        """f32[T, H]: what came home, added by ascending rank. Elementwise, so that each is read once."""
         if self.ranks == 2:  # either order gives the same bits
             return parts[0] + parts[1]
-        behind = lambda source: (self.rank() - source) % self.ranks
-        return _ordered_sum([jax.lax.select_n(behind(source), *parts) for source in range(self.ranks)])
+        return _ordered_sum([jax.lax.select_n(self._place(rank), *parts) for rank in range(self.ranks)])
 
 
 @dataclasses.dataclass(frozen=True)

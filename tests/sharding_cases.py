@@ -184,7 +184,7 @@ def biased(params, rank: int):
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-@pytest.mark.parametrize("name", ["gather in 2 parts", "all_to_all"])
+@pytest.mark.parametrize("name", ["gather in 2 parts", "ring in 2 parts", "all_to_all"])
 def test_random_steps(mesh, small, name):
     """Prefill and decode equal one device that adds in the same order, with balanced routing, with every row on one rank,
     and with other weights, all from the same executables.
@@ -332,10 +332,11 @@ def test_engram_rows_are_found_on_any_rank(mesh):
     want = np.asarray(engram.lookup(jnp.asarray(table), jnp.asarray(scale), asked, jnp.bfloat16))
     padded = lambda a: np.concatenate([a, np.zeros((2, a.shape[1]), a.dtype)])
     spec = jax.sharding.PartitionSpec(RANKS)
-    find = lambda t, s, a: EXCHANGES["gather"].lookup(t, s, a, jnp.bfloat16)
-    got = jax.jit(jax.shard_map(find, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
-        padded(table), padded(scale), asked)  # fmt: skip
-    np.testing.assert_array_equal(bits(want), bits(got))
+    for name in ("gather", "ring"):
+        find = lambda t, s, a, name=name: EXCHANGES[name].lookup(t, s, a, jnp.bfloat16)
+        got = jax.jit(jax.shard_map(find, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
+            padded(table), padded(scale), asked)  # fmt: skip
+        np.testing.assert_array_equal(bits(want), bits(got), err_msg=name)
 
 
 # loading and errors ----------------------------------------------------------------------------------------------------
