@@ -144,6 +144,18 @@ def _rotate_query(t, cos_ptr, sin_ptr, qe, qo, N: gl.constexpr, D: gl.constexpr,
 
 
 @gluon.jit
+def _take(words, scales, landed, taken, at, phase, W: gl.constexpr, SL: gl.constexpr, ROWS: gl.constexpr):
+    """A landed part -> (its words in layout W, the scales of its ROWS rows in layout SL), and its place is free again."""
+    mbarrier.wait(landed.index(at), phase)
+    x = words.index(at).load(W)
+    scale = scales.index(at).slice(0, ROWS).load(SL)
+    gl.thread_barrier()
+    mbarrier.arrive(taken.index(at), count=1)
+    at, phase = _step(at, phase)
+    return x, scale, at, phase
+
+
+@gluon.jit
 def _decode_parts(
     rows, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
     asked, answered, ready, free,
@@ -160,6 +172,8 @@ def _decode_parts(
     # 8 bytes of codes a thread: they give 16 bytes of each plane, and neighbours' lie side by side
     G2: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     G3: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0])
+    WS: gl.constexpr = gl.SliceLayout(2, W3)
+    GS: gl.constexpr = gl.SliceLayout(2, G3)
     q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
     ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 4], words.type.layout)
     ring_scales = scales._reinterpret(gl.uint8, [PARTS, 4 * RINGS, D // 32], scales.type.layout)
@@ -193,15 +207,13 @@ def _decode_parts(
             query ^= 1
         for _ in range(ring_tiles):
             even, odd = we.index(n & 1), wo.index(n & 1)
+            x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
             mbarrier.wait(free.index(n & 1), ((n >> 1) & 1) ^ 1)
             for part in gl.static_range(0, TILE, RINGS):
-                mbarrier.wait(landed.index(at), phase)
-                x = ring_words.index(at).load(W2)
-                scale = ring_scales.index(at).slice(0, RINGS).load(gl.SliceLayout(2, W3))
-                gl.thread_barrier()
-                mbarrier.arrive(taken.index(at), count=1)
-                _decode_window(x, scale, even.slice(part, RINGS), odd.slice(part, RINGS), D, W3)
-                at, phase = _step(at, phase)
+                now, its_scale = x, scale
+                if part + RINGS < TILE:  # on its way while this one is decoded
+                    x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
+                _decode_window(now, its_scale, even.slice(part, RINGS), odd.slice(part, RINGS), D, W3)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(n & 1), count=1)
@@ -209,15 +221,13 @@ def _decode_parts(
         if K > 0:
             for _ in range(pick_tiles):
                 even, odd = we.index(n & 1), wo.index(n & 1)
+                x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
                 mbarrier.wait(free.index(n & 1), ((n >> 1) & 1) ^ 1)
                 for part in gl.static_range(0, TILE, PICKS):
-                    mbarrier.wait(landed.index(at), phase)
-                    x = words.index(at).load(G2)
-                    scale = pick_scales.index(at).load(gl.SliceLayout(2, G3))
-                    gl.thread_barrier()
-                    mbarrier.arrive(taken.index(at), count=1)
-                    _decode_picks(x, scale, even.slice(part, PICKS), odd.slice(part, PICKS), D, G3)
-                    at, phase = _step(at, phase)
+                    now, its_scale = x, scale
+                    if part + PICKS < TILE:
+                        x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
+                    _decode_picks(now, its_scale, even.slice(part, PICKS), odd.slice(part, PICKS), D, G3)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(ready.index(n & 1), count=1)
