@@ -46,7 +46,7 @@ NARROW = with_engram_vocab(
         index_source_layer_ids=(0, 1, 2),
         index_topk=64,
         candidate_source_layer_id=1,
-        candidate_topk_blocks=16,
+        candidate_topk_blocks=32,
         engram_layer_ids=(1,),
         engram_num_embeddings=(1 << 20,),
         engram_vocab_size=60,
@@ -64,7 +64,7 @@ NARROW = with_engram_vocab(
     60,
 )
 KINDS = ["FULL2", "FULL1", "REINDEX", "REUSE"]
-GAMMA, CONTEXT, CAPACITY = 5, 500, 768  # beyond the 128 entries that the candidate blocks cover
+GAMMA, CONTEXT, CAPACITY = 5, 500, 768  # beyond the 256 entries that the candidate blocks cover
 
 
 def implementations(op: str) -> dict[str, registry.Implementation]:
@@ -181,27 +181,31 @@ def at_sublayers(given):
 
 def forced(leaves, state, chunk: Chunk, given, *, treedef, net: Network):
     """Draft, verify and commit like `step.mtp_step`, but along given tokens, so that no near tie changes what is computed
-    after it: (state, logits f32[B, S, V], draft logits f32[B, G, V], the list of `at_sublayers`)."""
+    after it: (state, logits f32[B, S, V], draft logits f32[B, G, V], i32[B, G] the tokens that a greedy step drafts, the list
+    of `at_sublayers`)."""
     params = jax.tree.unflatten(treedef, leaves)
     token = lambda logits, i: chunk.tokens[:, min(i + 1, chunk.tokens.shape[1] - 1)]
+    drafting = params, state, chunk.tokens[:, 0], chunk.start, chunk.slots, net
+    greedy = dspark.propose(*drafting, None)[1].tokens
     with at_sublayers(given) as seen:
-        state, proposal = dspark.propose(params, state, chunk.tokens[:, 0], chunk.start, chunk.slots, net, token)
+        state, proposal = dspark.propose(*drafting, token)
         state, features = model.forward(params, state, chunk, net)
     logits = model.head(params, features.hidden).reshape(*chunk.tokens.shape, -1)
     state = _commit_features(params, state, features, chunk, chunk.count, net)
-    return state, logits, proposal.logits, seen
+    return state, logits, proposal.logits, greedy, seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Host arrays of one `forced` step, of the rows that are not padding. streams f32[rows, M, H] handed to every sublayer
-    and outputs f32[rows, H] of every sublayer, by its place; logits f32[rows, V]; draft f32[rows, V]; state: its arrays by
-    name. residuals: as `given` takes them, on the device."""
+    and outputs f32[rows, H] of every sublayer, by its place; logits f32[rows, V]; draft f32[rows, V]; greedy i32[B, G]; state: its
+    arrays by name. residuals: as `given` takes them, on the device."""
 
     streams: list[np.ndarray]
     outputs: list[np.ndarray]
     logits: np.ndarray
     draft: np.ndarray
+    greedy: np.ndarray
     state: dict[str, np.ndarray]
     residuals: list
 
@@ -246,7 +250,7 @@ def named(state) -> dict[str, np.ndarray]:
 
 
 def on_host(out, chunk: Chunk) -> Run:
-    state, logits, draft, seen = out
+    state, logits, draft, greedy, seen = out
     count, slots = np.asarray(chunk.count), np.asarray(chunk.slots)
     verified = (np.arange(logits.shape[1]) < count[:, None]) & (slots >= 0)[:, None]
     drafted = np.broadcast_to((slots >= 0)[:, None], draft.shape[:2])
@@ -254,7 +258,7 @@ def on_host(out, chunk: Chunk) -> Run:
     live = lambda x: np.asarray(x.astype(jnp.float32))[(drafted if x.shape[0] == draft_rows else verified).ravel()]
     residuals = [at for at, _ in seen]
     return Run([live(at.streams) for at in residuals], [live(y) for _, y in seen], np.asarray(logits)[verified],
-               np.asarray(draft)[drafted], named(state), residuals)  # fmt: skip
+               np.asarray(draft)[drafted], np.asarray(greedy)[slots >= 0], named(state), residuals)  # fmt: skip
 
 
 def off(a, b) -> np.ndarray:
@@ -266,7 +270,7 @@ def off(a, b) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class Distance:
     """How far a run is from another. Of each kind of array the worst place's: `typical`, the median of its rows' `off`, and
-    `far`, the share of rows beyond FAR; state: {pool: share of the bytes that either wrote in which they differ}."""
+    `far`, the share of rows beyond FAR (of greedy drafts: of tokens that differ); state: {pool: share of the bytes that either wrote in which they differ}."""
 
     typical: dict[str, float]
     far: dict[str, float]
@@ -300,5 +304,6 @@ def distance(a: Run, b: Run, before: dict[str, np.ndarray]) -> Distance:
         if written.any():
             kind = name.split(".")[1].split("[")[0]
             state[kind] = max(state.get(kind, 0.0), float((x != y).sum() / written.sum()))
-    return Distance({k: float(max(np.median(r) for r in places)) for k, places in rows.items()},
-                    {k: float(max(np.mean(r > FAR) for r in places)) for k, places in rows.items()}, state)  # fmt: skip
+    far = {k: float(max(np.mean(r > FAR) for r in places)) for k, places in rows.items()}
+    far["greedy"] = float(np.mean(a.greedy != b.greedy))
+    return Distance({k: float(max(np.median(r) for r in places)) for k, places in rows.items()}, far, state)
