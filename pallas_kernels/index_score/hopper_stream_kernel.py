@@ -31,11 +31,14 @@ TILES = gl.constexpr(4)  # of 64 keys, on their way from memory while as many ar
 
 @gluon.jit
 def _page_at(pages, column, lane, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
-    """Page i32[n] of a tile of keys from `column` (u32) on, 0 where there is none; asked for by lane (u32[n], below E), as
-    a scalar would be waited for at once."""
+    """Page i32[64] of a tile of keys from `column` (u32) on, 0 where there is none; asked for by lane (u32[64], below E),
+    as a scalar would be waited for at once, and once for the two keys of a thread."""
+    lane, _other = gl.split(lane.reshape([4, 2, 8]).permute((0, 2, 1)))
     at = column + lane
     page = gl.load(pages + at // E, mask=at < COLUMNS * E, other=0)
-    return gl.where(page.to(gl.uint32) < PAGES, page, 0)
+    page = gl.where(page.to(gl.uint32) < PAGES, page, 0)
+    page = gl.join(page, page).permute((0, 2, 1)).reshape([64])
+    return gl.convert_layout(page, key_layout(4), assert_trivial=True)
 
 
 @gluon.jit
