@@ -18,7 +18,7 @@ from pallas_kernels.markov_argmax.specs import SPECS, MarkovArgmaxSpec
 from tests import deviceless
 from tests import model_harness as harness
 
-TINY, DRAFT = SPECS
+TINY, DRAFT, FEW = SPECS
 
 
 def interpreted(inputs, spec):
@@ -29,16 +29,17 @@ def defined(inputs, spec):
     return np.asarray(reference.markov_argmax(*inputs, **spec.options))
 
 
+@pytest.mark.parametrize("spec", [TINY, FEW], ids=["tiny", "few"])
 @pytest.mark.parametrize("run", [defined, interpreted], ids=["reference", "one_read"])
-def test_equals_numpy(run):
+def test_equals_numpy(run, spec):
     """Exact sums, ties among them: the lowest index, the first NaN whatever is before it, 0 no larger than -0."""
-    inputs = TINY.make_inputs(1)
+    inputs = spec.make_inputs(1)
     base, embedded, weight = (np.asarray(x, np.float64) for x in inputs)
-    logits = base[TINY.first :] + embedded @ weight.T
-    got = run(inputs, TINY)
+    logits = base[spec.first :] + embedded @ weight.T
+    got = run(inputs, spec)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, np.argmax(logits, 1))  # numpy takes the first NaN too
-    assert got[0] == TINY.vocabulary // 3 and got[1] == 0
+    assert got[0] == spec.vocabulary // 3 and got[1] == 0
     assert ((logits[2::2] == logits[2::2].max(1, keepdims=True)).sum(1) == 3).all(), "ties at the top"
 
 
@@ -110,8 +111,8 @@ def test_chooses_and_refuses_with_a_reason():
     assert explain(base, embedded, weight, arch="cpu")["chosen"] == "reference"
     with pytest.raises(ValueError, match="float32"):
         call(base, embedded.astype(jnp.float32), weight)
-    with pytest.raises(ValueError, match="15 rows of rank 32"):
-        call(base, embedded[:15], weight)
+    with pytest.raises(ValueError, match="16 rows of rank 24"):
+        call(base, embedded[:, :24], weight[:, :24])
     huge = jax.ShapeDtypeStruct((4160, 129280), jnp.float32)
     assert "2147483648" in one_read.refuses(huge, embedded, weight, first=0)
     with pytest.raises(ValueError, match="first = 17"):

@@ -19,7 +19,7 @@ ARCHES = ("sm_90", "sm_100", "sm_103")
 TILE = 32  # columns of one product
 PROGRAMS = 264  # at most: two for each multiprocessor of an H200
 STAGES = 4  # tiles of weights on their way: 96 kB on a multiprocessor of an H200
-ROWS = (16, 32, 64, 128)
+LEAST_ROWS, MOST_ROWS = 16, 128  # of one product; fewer are filled up with the last
 RANKS = (32, 64, 128, 256)
 LEAST = -(2**31)  # below the key of every number
 UNMEASURED = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
@@ -30,8 +30,9 @@ def refuses(base, embedded, weight, *, first):
     del first
     if embedded.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return f"operands are {embedded.dtype} and {weight.dtype}, the kernel is for bfloat16"
-    if embedded.shape[0] not in ROWS or embedded.shape[1] not in RANKS:
-        return f"{embedded.shape[0]} rows of rank {embedded.shape[1]}, the kernel is for rows {ROWS} and ranks {RANKS}"
+    rows, rank = embedded.shape
+    if rows > MOST_ROWS or rank not in RANKS:
+        return f"{rows} rows of rank {rank}, the kernel is for at most {MOST_ROWS} rows and ranks {RANKS}"
     if 4 * base.size >= MOST_POOL_BYTES:
         return f"logits of {4 * base.size} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
     return None
@@ -48,20 +49,28 @@ def _largest(base, embedded, weight, keys, ids, *, first: int, tiles: int):
     """Whole arrays. keys, ids: i32[B, programs], of a program's stretch of the vocabulary."""
     from jax.experimental.pallas import triton as plt
 
-    rows, vocabulary = embedded.shape[0], base.shape[1]
+    (real, rank), vocabulary = embedded.shape, base.shape[1]
+    rows = max(LEAST_ROWS, pl.next_power_of_2(real))
     stretch = pl.program_id(0) * tiles * TILE
-    lane = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
-    x = embedded[:, :]
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (n,), 0) for n in (rows, TILE))
+
+    def from_rows(array, top, column, **masked):
+        """The columns i32[n] of the rows from `top` on."""
+        at = jnp.broadcast_arrays(top + jnp.minimum(row, real - 1)[:, None], column[None, :])
+        return plt.load(array.at[*at], **masked)
+
+    x = from_rows(embedded, 0, jax.lax.broadcasted_iota(jnp.int32, (rank,), 0))
 
     def logits(start):
-        inside = jnp.broadcast_to((start + lane < vocabulary)[None, :], (rows, TILE))
-        return plt.load(base.at[pl.ds(first, rows), pl.ds(start, TILE)], mask=inside, other=0.0)
+        column = start + lane
+        inside = jnp.broadcast_to((column < vocabulary)[None, :], (rows, TILE))
+        return from_rows(base, first, column, mask=inside, other=0.0)
 
     def tile(i, carry):
         largest, where, ahead = carry
         start = stretch + i * TILE
         column = start + lane
-        inside = jnp.broadcast_to((column < vocabulary)[:, None], (TILE, weight.shape[1]))
+        inside = jnp.broadcast_to((column < vocabulary)[:, None], (TILE, rank))
         w = plt.load(weight.at[pl.ds(start, TILE), :], mask=inside, other=0.0)
         # of the tile after this one: the compiler fetches ahead only what products read
         following = logits(start + TILE)
@@ -74,8 +83,9 @@ def _largest(base, embedded, weight, keys, ids, *, first: int, tiles: int):
     none = jnp.full((rows, TILE), LEAST, jnp.int32), jnp.full((rows, TILE), vocabulary, jnp.int32)
     largest, where, _ = jax.lax.fori_loop(0, tiles, tile, (*none, logits(stretch)))
     best = jnp.max(largest, 1)
-    keys[:, pl.program_id(0)] = best
-    ids[:, pl.program_id(0)] = jnp.min(jnp.where(largest == best[:, None], where, vocabulary), 1)
+    at = jnp.full((rows,), pl.program_id(0), jnp.int32)
+    plt.store(keys.at[row, at], best, mask=row < real)
+    plt.store(ids.at[row, at], jnp.min(jnp.where(largest == best[:, None], where, vocabulary), 1), mask=row < real)
 
 
 def _choose(keys, ids, out, *, vocabulary: int):

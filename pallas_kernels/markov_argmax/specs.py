@@ -55,6 +55,7 @@ class MarkovArgmaxSpec:
 SPECS = (
     MarkovArgmaxSpec("tiny", 16, 1000, 32),
     MarkovArgmaxSpec("draft", 64),
+    MarkovArgmaxSpec("few", 5, 1000, 32),
 )
 BY_NAME = {s.name: s for s in SPECS}
 
