@@ -25,6 +25,7 @@ class Implementation:
     arches: architectures it is for ("sm_90", "sm_100", "sm_103", "cpu"); empty means any.
     refuses: called with the operator's arguments; returns why these shapes are not taken, or None.
     by_name_only: why "auto" passes it over although it would fit; empty where it may be picked.
+    reads_packed: whether it multiplies MXFP4 operands in their packed form; any other decodes them first.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Implementation:
     arches: tuple[str, ...] = ()
     refuses: Callable[..., str | None] = lambda *a, **k: None
     by_name_only: str = ""
+    reads_packed: bool = False
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from reference.random_weights import write_checkpoint
 from dsv41_jax import checkpoint
 from dsv41_jax.cache import CacheGeometry, PageTables, State, init_state
 from dsv41_jax.config import ModelConfig
+from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.model import Network
 from dsv41_jax.plan import Chunk
 from dsv41_jax.precision import precision as by_name
@@ -39,6 +40,14 @@ def folder(name: str, seed: int = 0) -> Path:
     root = Path(tempfile.mkdtemp(prefix="dsv41_tests_"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return write_checkpoint(root / name, GEOMETRIES[name], seed)
+
+
+@functools.cache
+def checkpoint_pair(c: ModelConfig) -> tuple[Path, Path]:
+    """Two random checkpoints of one geometry in the released format, removed when the tests end."""
+    root = Path(tempfile.mkdtemp(prefix="dsv41_tests_"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return make_checkpoint(c, root / "1", seed=1), make_checkpoint(c, root / "2", seed=2)
 
 
 @functools.cache

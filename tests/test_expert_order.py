@@ -4,12 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import model_harness as harness
 import numpy as np
 import pytest
 
 from dsv41_jax import expert_order
 from dsv41_jax.checkpoint import load, load_ranks, reload
-from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.params import flat_paths
 from dsv41_jax.presets import TINY
 from pallas_kernels.experts import layout
@@ -24,10 +24,9 @@ WIDE = dataclasses.replace(
 NAMES = ("w13", "s13", "w2", "s2")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("order")
-    return [make_checkpoint(WIDE, base / str(seed), seed=seed) for seed in (1, 2)]
+@pytest.fixture
+def folders():
+    return harness.checkpoint_pair(WIDE)
 
 
 def assert_same_experts(shuffled: dict, plain: dict):

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 from dsv41_jax import checkpoint, hyper_parts
-from dsv41_jax.make_checkpoint import make_checkpoint
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.presets import TINY
 from pallas_kernels.hyper_leave import reference
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("parts")
-    return [make_checkpoint(TINY, base / str(seed), seed=seed) for seed in (1, 2)]
+@pytest.fixture
+def folders():
+    return harness.checkpoint_pair(TINY)
 
 
 def assert_same_but_for_the_form(parted: dict, plain: dict):

@@ -55,7 +55,7 @@ IMPLEMENTATIONS = (  # of the dense operator, fastest first
     registry.Implementation("hopper_sums", functools.partial(hopper.index_score, register_sums=True), ("sm_90",),
                             hopper.refuses, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
-    registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses),
+    registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses, reads_packed=True),
     registry.Implementation("reference", reference.index_score),
 )
 BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
@@ -66,7 +66,8 @@ BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
     registry.Implementation("hopper_ahead", functools.partial(hopper.index_score_blocks, ahead=True), ("sm_90",),
                             hopper.refuses_shared_blocks, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
-    registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks),
+    registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks,
+                            reads_packed=True),
     registry.Implementation("reference", reference.index_score_blocks),
 )
 
@@ -167,4 +168,4 @@ def reads_packed(
         chosen, _ = registry.resolve(OP_BLOCKS, BLOCK_IMPLEMENTATIONS, impl, arch, *args, block_size=block_size)
     else:
         chosen, _ = registry.resolve(OP, IMPLEMENTATIONS, impl, arch, q, head_weights, index_pool, table, bound, fill=False)
-    return chosen.run in (blackwell.index_score, blackwell.index_score_blocks)
+    return chosen.reads_packed
