@@ -5,6 +5,7 @@ a pure function of (request seed, absolute position, purpose).
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import pathlib
@@ -200,10 +201,30 @@ def adjust_logits(
         at = jnp.where(batch.bias_ids < 0, v, batch.bias_ids)
         dense = jnp.zeros((logits.shape[0], v), jnp.float32).at[row, at].add(batch.bias, mode="drop")
         logits = logits + dense[:, None]
-    at = jnp.where(batch.end_ids < 0, v, batch.end_ids)
-    ends = jnp.zeros((logits.shape[0], v), bool).at[row, at].set(True, mode="drop")
+    # compared, not scattered: XLA makes the comparisons where the logits are read, and writes no mask of the vocabulary
+    ids = jnp.arange(v, dtype=jnp.int32)
+    ends = functools.reduce(jnp.logical_or, (ids == end for end in batch.end_ids.T[..., None]), jnp.zeros((1, v), bool))
     banned = ends[:, None] & (positions < batch.banned_before[:, None])[..., None]
     return jnp.where(banned, -jnp.inf, logits)
+
+
+def largest(
+    adjusted,  # f32[..., V] of adjust_logits
+    logits,  # f32[..., V] before it
+):
+    """(i32[...], bool[...]): the lowest index of the largest adjusted logit, of the first NaN where there is one; whether every
+    logit is finite. One pass over the logits, where XLA would make one for each."""
+    axis = logits.ndim - 1
+
+    def pick(a, b):
+        (x, i, f), (y, j, g) = a, b
+        larger = (x > y) | (jnp.isnan(x) & ~jnp.isnan(y))
+        same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
+        return jnp.where(larger | same, x, y), jnp.where(larger | (same & (i < j)), i, j), f & g
+
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis)
+    first = jnp.float32(-jnp.inf), jnp.int32(0), jnp.bool_(True)
+    return jax.lax.reduce((adjusted, index, jnp.isfinite(logits)), first, pick, (axis,))[1:]
 
 
 def target_log_probs(

@@ -58,7 +58,7 @@ def verify(
     gamma = n - 1
     positions = first_position[:, None] + jnp.arange(n, dtype=jnp.int32)
     logits = sampling.adjust_logits(target_logits, positions, batch)
-    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    greedy, seen = sampling.largest(logits, target_logits)
     agreed = draft_tokens == greedy[:, :gamma]
     if batch.draws:
         accepted, following = _rejection(logits, draft_tokens, draft_logits, positions, agreed, greedy, batch)
@@ -69,7 +69,7 @@ def verify(
     drafts = jnp.concatenate([draft_tokens, jnp.zeros((b, 1), jnp.int32)], 1)
     tokens = jnp.where(column < accepted[:, None], drafts, jnp.where(column == accepted[:, None], following[:, None], 0))
     looked_at = column <= accepted[:, None]
-    finite = jnp.all(jnp.isfinite(target_logits).all(-1) | ~looked_at, -1)
+    finite = jnp.all(seen | ~looked_at, -1)
     return Verdict(tokens, accepted, finite)
 
 

@@ -111,3 +111,30 @@ def test_defaults_come_from_generation_config(tmp_path):
 def test_too_many_biases_for_the_table_is_an_error():
     with pytest.raises(ValueError, match="row 0 expected"):
         pack_sampling([SamplingParams(logit_bias=((1, 1.0),))], [0], eos=1, bias_width=0)
+
+
+def test_largest_takes_the_first_of_equals_and_of_nan_and_sees_what_is_not_finite():
+    rng = np.random.default_rng(2)
+    logits = rng.integers(-3, 4, (7, 2, 700)).astype(np.float32)
+    logits[1, 0, 50:] = logits[1, 1, 600] = np.nan
+    logits[2, 0, 9], logits[2, 1, 9] = np.inf, -np.inf
+    logits[3] = -np.inf
+    logits[4, 0], logits[4, 0, 5], logits[4, 0, 4] = -0.0, 0.0, -np.inf
+    banned = logits.copy()
+    banned[5, 0, logits[5, 0] == 3] = banned[1, 1, 600] = -np.inf
+    got, finite = sampling.largest(jnp.asarray(banned), jnp.asarray(logits))
+    np.testing.assert_array_equal(got, np.argmax(banned, -1))  # numpy takes the first NaN too
+    np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
+    assert got.dtype == jnp.int32 and got[1, 0] == 50 and got[4, 0] == 0
+
+
+def test_end_ids_are_banned_until_their_position_and_ids_outside_are_none():
+    requests = [SamplingParams(min_tokens=2, stop_ids=(9, 49)), SamplingParams(ignore_eos=True)]
+    batch = pack_sampling(requests, [10, 10], eos=3)
+    batch.end_ids[1, :2] = 50, -1
+    positions = jnp.asarray([[11, 12], [0, 0]], jnp.int32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 2, 50)), jnp.float32)
+    got = np.asarray(sampling.adjust_logits(logits, positions, batch))
+    want = np.array(logits)
+    want[0, 0, [3, 9, 49]] = -np.inf
+    np.testing.assert_array_equal(got, want)

@@ -1,10 +1,13 @@
 """Verification: greedy and forced rules, exactness of rejection sampling, requests that do not disturb each other."""
 
 import functools
+import re
 
+import deviceless
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from dsv41_jax import speculative
 from dsv41_jax.sampling import SamplingParams, pack_sampling
 
@@ -113,3 +116,23 @@ def test_a_request_decides_the_same_in_any_row():
 
     alone = run([s], 0)
     assert alone == run([SamplingParams(), SamplingParams(temperature=1.5, seed=3), s], 2)
+
+
+def greedy_case(name: str):
+    """`verify` of a greedy batch at released widths, for a compile without a GPU; name: "released"."""
+    requests, vocabulary = 64, 129280
+    batch = pack_sampling([SamplingParams()] * requests, [0] * requests, eos=1)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    run = lambda logits, drafts, first, batch: speculative.verify(logits, drafts, None, first, batch)
+    return run, (jax.ShapeDtypeStruct((requests, 6, vocabulary), jnp.float32), ids(requests, 5), ids(requests), shapes)
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+def test_a_greedy_batch_is_verified_in_one_pass_over_the_logits():
+    compiled = deviceless.compile_for("sm_90a", "tests.test_speculative:greedy_case", "released")
+    entry = compiled.hlo[compiled.hlo.index("\nENTRY") + 1 :].splitlines()[1:]
+    (wide,) = [line for line in entry if "129280" in line]  # no mask of the vocabulary beside the logits
+    (logits,) = re.findall(r"%(\S+) = f32\[64,6,129280\]\S* parameter", wide)
+    assert sum(f"%{logits}," in line or f"%{logits})" in line for line in entry) == 1, "readers"
