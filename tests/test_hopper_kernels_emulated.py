@@ -134,6 +134,11 @@ def test_dense_kernel_scores_what_the_reference_scores(span, order):
         with emulated(order):
             got = scores_hopper.index_score(**inputs, programs=3, register_sums=register_sums)
         check_scores(np.asarray(got).astype(np.float64), want)
+    if span % 6 == 0:
+        for programs in (1, 3):
+            with emulated(order):
+                got = scores_hopper.index_score_streamed(**inputs, programs=programs, slots=4)
+            check_scores(np.asarray(got).astype(np.float64), want)
 
 
 def check_attention(got, want):

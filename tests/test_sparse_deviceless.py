@@ -21,6 +21,7 @@ CASES = {
     "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "dense sums": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k:sums", 168, 96),
+    "dense_stream": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k:stream", 128, 48),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
     "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),
     "request_blocks ahead": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:ahead", 128, 0),

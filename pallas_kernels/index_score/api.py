@@ -52,6 +52,8 @@ def _validate(op, q, head_weights, index_pool, table):
 
 
 IMPLEMENTATIONS = (  # of the dense operator, fastest first
+    registry.Implementation("hopper_stream", hopper.index_score_streamed, ("sm_90",), hopper.refuses_dense_stream,
+                            hopper.UNMEASURED),
     registry.Implementation("hopper_sums", functools.partial(hopper.index_score, register_sums=True), ("sm_90",),
                             hopper.refuses, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),

@@ -85,6 +85,33 @@ def index_score(
     )  # fmt: skip
 
 
+def refuses_dense_stream(q, head_weights, index_pool, table, visible, **options):
+    """Why the dense kernel whose keys are decoded by warps of their own does not take these arguments, or None."""
+    if reason := refuses(q, head_weights, index_pool, table, visible, **options):
+        return reason
+    rows, heads = head_weights.shape
+    span = rows // table.shape[0]
+    return f"{span} rows of {heads} heads, wanted a multiple of 6 of at most 32" if span % 6 or heads > 32 else None
+
+
+def index_score_streamed(q, head_weights, index_pool, table, visible, *, fill=True, programs=132, slots=16):
+    """`index_score` with keys decoded by warps of their own. slots: tiles of the ring between them and the scoring ones."""
+    from pallas_kernels.index_score import hopper_dense_stream_kernel as kernel
+
+    rows, heads = head_weights.shape
+    batch, columns = table.shape
+    pages, entries = geometry(index_pool, 128)
+    groups = rows // batch // kernel.ROWS.value
+    extra = kernel.ring_bytes(slots)
+    return gluon_call.gluon_call(
+        kernel.dense_stream, query_values(q, jnp.bfloat16), head_weights, index_pool, table, visible,
+        out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
+        grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=128, extra_shared=extra,
+        BYTES=extra, B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, HEADS=heads, SLOTS=slots,
+        REGISTERS=128, PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
+    )  # fmt: skip
+
+
 def refuses_sharing(q, head_weights, index_pool, table, block_ids, block_size: int) -> str | None:
     """Why the kernel that decodes keys once for all rows of a request is not taken or would not win, or None.
 

@@ -30,7 +30,7 @@ TILES = gl.constexpr(4)  # of 64 keys, on their way from memory while as many ar
 
 
 @gluon.jit
-def _page_at(pages, column, lane, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
+def page_at(pages, column, lane, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
     """Page i32[64] of a tile of keys from `column` (u32) on, 0 where there is none; asked for by lane (u32[64], below E),
     as a scalar would be waited for at once, and once for the two keys of a thread."""
     lane, _other = gl.split(lane.reshape([4, 2, 8]).permute((0, 2, 1)))
@@ -62,10 +62,10 @@ def _decode(
     lane = (line_of % 4).to(gl.uint32)
     words, scales, ids = (), (), ()
     for t in gl.static_range(TILES):
-        page = _page_at(pages, column + t * TILE, lane, PAGES, E, COLUMNS)
+        page = page_at(pages, column + t * TILE, lane, PAGES, E, COLUMNS)
         w, s = load_keys(pool_ptr, page, ((column + t * TILE) % E).to(gl.int32) + key, page > 0, E)
         words, scales = words + (w,), scales + (s,)
-        ids = ids + (_page_at(pages, column + (TILES + t) * TILE, lane, PAGES, E, COLUMNS),)
+        ids = ids + (page_at(pages, column + (TILES + t) * TILE, lane, PAGES, E, COLUMNS),)
     for step in range(0, (stop - k) * BATCHES):
         n = step // BATCHES
         if step % BATCHES == 0:
@@ -80,7 +80,7 @@ def _decode(
             write_factors(factor.to(gl.int32, bitcast=True), factors_at + to * (BLOCK * 4) + line_of % 4 * 8)
             w, s = load_keys(pool_ptr, ids[t], ((column + t * TILE) % E).to(gl.int32) + key, ids[t] > 0, E)
             new_words, new_scales = new_words + (w,), new_scales + (s,)
-            new_ids = new_ids + (_page_at(pages, column + (TILES + t) * TILE, lane, PAGES, E, COLUMNS),)
+            new_ids = new_ids + (page_at(pages, column + (TILES + t) * TILE, lane, PAGES, E, COLUMNS),)
         words, scales, ids = new_words, new_scales, new_ids
         if step % BATCHES == BATCHES - 1:
             gl.thread_barrier()

@@ -150,6 +150,8 @@ def deviceless_case(name: str):
     def function(*arrays):
         inner = dict(zip(inputs, arrays, strict=True)) | extra
         if kind == "stream":
+            if not spec.blocks:
+                return hopper.index_score_streamed(**inner)
             return hopper.index_score_blocks_streamed(**inner, block_size=spec.block_size)
         if spec.blocks:
             return module.index_score_blocks(**inner, block_size=spec.block_size)
