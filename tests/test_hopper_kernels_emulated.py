@@ -157,6 +157,9 @@ ATTENTIONS = {
     "hopper": attention_hopper.sparse_attention,
     "staged": functools.partial(attention_hopper.staged, cut=attention_hopper.STAGED),
     "alternate": functools.partial(attention_hopper.staged, cut=attention_hopper.ALTERNATE),
+    "halves": functools.partial(
+        attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
+    ),
     "persistent": functools.partial(attention_hopper.persistent, cut=attention_hopper.Persistent(programs=2)),
 }
 

@@ -239,6 +239,7 @@ def dense(
     ones = gl.allocate_shared_memory(gl.bfloat16, [8, N], gl.NVMMASharedLayout(gl.constexpr(min(128, 2 * N)), 16, 2))
     head_sums(ones, HEADS, N)
 
+    weights = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     request = gl.arange(0, BP, RL)
     longest = gl.full([BP], 0, gl.int32, RL)
     for s in gl.static_range(ROWS):
@@ -255,16 +256,18 @@ def dense(
         last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
         row = b * S + group
         gl.thread_barrier()  # every warp has finished with the previous request's queries
-        w0 = prepare_queries(q_ptr, w_ptr, row, q_low.index(0), q_high.index(0), HEADS, N, M)
-        w1, w2, w3 = w0, w0, w0
-        if GROUPS > 1:
-            w1 = prepare_queries(q_ptr, w_ptr, row + PER, q_low.index(1), q_high.index(1), HEADS, N, M)
-        if GROUPS > 2:
-            w2 = prepare_queries(q_ptr, w_ptr, row + 2 * PER, q_low.index(2), q_high.index(2), HEADS, N, M)
-        if GROUPS > 3:
-            w3 = prepare_queries(q_ptr, w_ptr, row + 3 * PER, q_low.index(3), q_high.index(3), HEADS, N, M)
+        ws = ()
+        for g in gl.static_range(GROUPS):
+            w = prepare_queries(q_ptr, w_ptr, row + g * PER, q_low.index(g), q_high.index(g), HEADS, N, M)
+            if REGISTER_SUMS:
+                weights.index(g).store(w)
+            ws = ws + (w,)
         fence_async_shared()
         gl.thread_barrier()
+        if REGISTER_SUMS:  # out of shared memory they come in pairs, as the products of a thread are multiplied
+            ws = ()
+            for g in gl.static_range(GROUPS):
+                ws = ws + (weights.index(g).load(gl.SliceLayout(0, M)),)
         pages = table_ptr + b * COLUMNS
         column_row = gl.arange(0, 8, gl.SliceLayout(0, R))
         visible = gl.load(visible_ptr + row + column_row, mask=(column_row < ROWS) & REGISTER_SUMS, other=0)
@@ -282,7 +285,6 @@ def dense(
             ahead = start_products(ka, kb, q_low.index(0), q_high.index(0), N, M)
             scores = gl.zeros([TILE, 8], gl.float32, R)
             for g in gl.static_range(GROUPS):
-                w = w0 if g == 0 else (w1 if g == 1 else (w2 if g == 2 else w3))
                 now = ahead
                 if g + 1 < GROUPS:
                     ahead = start_products(ka, kb, q_low.index(g + 1), q_high.index(g + 1), N, M)
@@ -290,10 +292,10 @@ def dense(
                 else:
                     products = warpgroup_mma_wait(0, deps=[now])
                 if REGISTER_SUMS:
-                    total = register_sums(products, w, HEADS)
+                    total = register_sums(products, ws[g], HEADS)
                     scores = gl.where(gl.expand_dims(column_row // PER == g, 0), total, scores)
                 else:
-                    score = sums(products, w, ones, factor)
+                    score = sums(products, ws[g], ones, factor)
                     _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
             if REGISTER_SUMS:
                 scores *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R), assert_trivial=True), 1)
