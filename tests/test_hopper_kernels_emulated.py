@@ -160,6 +160,9 @@ ATTENTIONS = {
     "halves": functools.partial(
         attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
     ),
+    "halves": functools.partial(
+        attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
+    ),
     "persistent": functools.partial(attention_hopper.persistent, cut=attention_hopper.Persistent(programs=2)),
 }
 

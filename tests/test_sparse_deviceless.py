@@ -17,6 +17,7 @@ pytestmark = [
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
     "attention halves": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_halves", 128, 64),
+    "attention halves": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_halves", 128, 64),
     "attention persistent": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_persistent", 128, 0),
     "attention staged": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_staged", 128, 0),
     "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),

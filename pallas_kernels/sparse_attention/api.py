@@ -52,6 +52,8 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 
 IMPLEMENTATIONS = (  # fastest first
     registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+    registry.Implementation("hopper_halves", functools.partial(hopper.persistent, cut=hopper.HALVES), ("sm_90",),
+                            hopper.refuses, by_name_only="not measured on a GPU yet"),
     registry.Implementation("hopper_persistent", hopper.persistent, ("sm_90",), hopper.refuses,
                             by_name_only="not measured on a GPU yet"),
     registry.Implementation("hopper_alternate", functools.partial(hopper.staged, cut=hopper.ALTERNATE), ("sm_90",),

@@ -72,11 +72,18 @@ class Persistent:
     programs: int = 132
     decoder_registers: int = 88
     other_registers: int = 192
+    halves: bool = False  # tiles are handed over by half of their channels
+
+
+HALVES = Persistent(decoder_registers=80, other_registers=200, halves=True)
 
 
 def persistent(*args, cut: Persistent = Persistent(), **options):
-    """The same by hopper_persistent_kernel.py."""
-    from pallas_kernels.sparse_attention import hopper_persistent_kernel
+    """The same by hopper_persistent_kernel.py, or hopper_halves_kernel.py."""
+    if cut.halves:
+        from pallas_kernels.sparse_attention import hopper_halves_kernel as hopper_persistent_kernel
+    else:
+        from pallas_kernels.sparse_attention import hopper_persistent_kernel
 
     tuned = dict(DECODER_REGISTERS=cut.decoder_registers, OTHER_REGISTERS=cut.other_registers)
     return _launch(hopper_persistent_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)

@@ -133,6 +133,7 @@ def deviceless_case(name: str):
     name, _, implementation = name.partition(":")
     run = {
         "": hopper.sparse_attention, "hopper": hopper.sparse_attention, "one_pass": one_pass.sparse_attention,
+        "hopper_halves": functools.partial(hopper.persistent, cut=hopper.HALVES),
         "hopper_persistent": hopper.persistent,
         "hopper_staged": functools.partial(hopper.staged, cut=hopper.STAGED),
         "hopper_alternate": functools.partial(hopper.staged, cut=hopper.ALTERNATE),

@@ -1,0 +1,333 @@
+"""A persistent Hopper kernel of sparse attention in Gluon. Imports Triton: import it only where a GPU kernel is wanted.
+
+Program p computes query rows p, p + programs, ..., with one warp group that loads, one that decodes and two that
+multiply (hopper_halves_math.py), each of which goes on to the next row as soon as its own part of this one is
+done. The loading one copies records, and the row's query, asynchronously into a ring of small parts, so that the
+decoding one has no load in flight when it orders its stores before the tensor core's reads (that fence waits for every
+load of the thread). Planes and number formats are those of hopper_kernel.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from pallas_kernels.sparse_attention.hopper_kernel import TILE, _split_fp4, _split_fp8
+from pallas_kernels.sparse_attention.hopper_halves_math import attend_half, row_range
+
+RINGS = gl.constexpr(16)  # ring rows a part, half of their channels
+PICKS = gl.constexpr(32)  # selected entries a part, half of their channels: at 512 channels the same 4 KiB of codes
+HEADS = gl.constexpr(8)  # heads of the query a part, half of their channels
+PARTS = gl.constexpr(3)  # in the ring
+LOADER_REGISTERS = gl.constexpr(32)
+
+
+@gluon.jit
+def _step(at, phase):
+    """The next part of the ring and the parity of its round."""
+    over = at + 1 == PARTS
+    return gl.where(over, 0, at + 1), gl.where(over, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load_parts(
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, landed, taken,
+    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
+):  # fmt: skip
+    """The loading warp group: of every row the query, the window, the selected entries, each part once its place is free."""
+    H: gl.constexpr = D // 2
+    Q: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    WS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
+    G: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    GS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    WINDOW_RECORD: gl.constexpr = (D + D // 32) // 4
+    RECORD: gl.constexpr = (D // 2 + D // 16) // 4
+    q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
+    ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 8], words.type.layout)
+    ring_scales = scales._reinterpret(gl.int32, [PARTS, 4 * RINGS, D // 256], scales.type.layout)
+    at, phase, n = 0, 1, 0
+    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+        slot, first, end, ring_tiles, pick_tiles = row_range(
+            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
+        )
+        if ring_tiles + pick_tiles > 0:
+            source = q_ptr.to(gl.pointer_type(gl.int32)) + (t * (FIRST // 2 + N * H) + FIRST // 2)
+            head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, Q)) * H, 1)
+            word = gl.expand_dims(gl.arange(0, H // 2, gl.SliceLayout(0, Q)), 0)
+            for part in range(2 * N // HEADS):
+                start = (part >> 1) * (HEADS * H) + (part & 1) * (H // 2)
+                mbarrier.wait(taken.index(at), phase)
+                async_copy.async_copy_global_to_shared(q_words.index(at), source + (start + (head + word)))
+                async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+                at, phase = _step(at, phase)
+        source = (win_ptr + slot.to(gl.int64) * (RING * (D + D // 32))).to(gl.pointer_type(gl.int32))
+        word = gl.expand_dims(gl.arange(0, D // 8, gl.SliceLayout(0, W)), 0)
+        scale = gl.expand_dims(gl.arange(0, D // 256, gl.SliceLayout(0, WS)), 0) + D // 4
+        for tile in range(ring_tiles):
+            for part in range(2 * TILE // RINGS):
+                half = (part // (TILE // RINGS)) ^ (n & 1)
+                start = first + tile * TILE + part % (TILE // RINGS) * RINGS
+                p = start + gl.arange(0, RINGS, gl.SliceLayout(1, W))
+                ps = start + gl.arange(0, RINGS, gl.SliceLayout(1, WS))
+                row = gl.expand_dims((p % RING) * WINDOW_RECORD + half * (D // 8), 1)
+                row_s = gl.expand_dims((ps % RING) * WINDOW_RECORD + half * (D // 256), 1)
+                mbarrier.wait(taken.index(at), phase)
+                async_copy.async_copy_global_to_shared(
+                    ring_words.index(at), source + (row + word), mask=gl.expand_dims(p < end, 1)
+                )
+                async_copy.async_copy_global_to_shared(
+                    ring_scales.index(at).slice(0, RINGS), source + (row_s + scale), mask=gl.expand_dims(ps < end, 1)
+                )
+                async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+                at, phase = _step(at, phase)
+            n += 1
+        if K > 0:
+            source = glob_ptr.to(gl.pointer_type(gl.int32))
+            word = gl.expand_dims(gl.arange(0, D // 16, gl.SliceLayout(0, G)), 0)
+            scale = gl.expand_dims(gl.arange(0, D // 128, gl.SliceLayout(0, GS)), 0) + D // 8
+            k, ks = gl.arange(0, PICKS, gl.SliceLayout(1, G)), gl.arange(0, PICKS, gl.SliceLayout(1, GS))
+            pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
+            pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
+            for part in range(2 * pick_tiles * (TILE // PICKS)):
+                half = ((part // (TILE // PICKS)) & 1) ^ (n & 1)
+                live, live_s = (pick >= 0) & (pick < ENTRIES), (pick_s >= 0) & (pick_s < ENTRIES)
+                row = gl.expand_dims(gl.where(live, pick, 0) * RECORD + half * (D // 16), 1)
+                row_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD + half * (D // 128), 1)
+                mbarrier.wait(taken.index(at), phase)
+                async_copy.async_copy_global_to_shared(
+                    words.index(at), source + (row + word), mask=gl.expand_dims(live, 1)
+                )
+                async_copy.async_copy_global_to_shared(
+                    scales.index(at), source + (row_s + scale), mask=gl.expand_dims(live_s, 1)
+                )
+                async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+                # the next part: the tile's other entries, and after its first half the same again
+                ahead = (part + 1) // (2 * TILE // PICKS) * TILE + (part + 1) % (TILE // PICKS) * PICKS
+                pick = gl.load(gslot_ptr + (t * K + ahead + k), mask=ahead + k < K, other=-1)
+                pick_s = gl.load(gslot_ptr + (t * K + ahead + ks), mask=ahead + ks < K, other=-1)
+                at, phase = _step(at, phase)
+                n += (part + 1) % (2 * TILE // PICKS) == 0
+
+
+@gluon.jit
+def _decode_window(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+    """RINGS ring rows, half of their channels, i32[RINGS, D/8] and u8[RINGS, D/64] -> the rows of both planes."""
+    # factor 2**(byte - 127 + 120 - 32): exponent field byte + 88, kept finite
+    field = gl.minimum(scale.to(gl.int32) + 88, 254)
+    factor = gl.expand_dims((field << 7) | (field << 23), 2)
+    words = gl.convert_layout(words.reshape([RINGS, D // 64, 8]), L3, assert_trivial=True)
+    even, odd = _split_fp8(words, factor)
+    even_plane.store(even.reshape([RINGS, D // 8]))
+    odd_plane.store(odd.reshape([RINGS, D // 8]))
+
+
+@gluon.jit
+def _decode_picks(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+    """PICKS entries, half of their channels, i32[PICKS, D/16] and u8[PICKS, D/32] -> the rows of both planes."""
+    # an e4m3 scale's bits as f32 are scale * 2**-120; the factor is scale * 2**(126 - 32), exact in bf16
+    tiny = (scale.to(gl.int32) << 20).to(gl.float32, bitcast=True)
+    bits = (tiny * 1.329227995784916e36 * 1.9807040628566084e28).to(gl.int32, bitcast=True)
+    factor = gl.expand_dims(bits | ((bits >> 16) & 0xFFFF), 2)
+    words = gl.convert_layout(words.reshape([PICKS, D // 32, 2]), L3, assert_trivial=True)
+    e0, e1, o0, o1 = _split_fp4(words, factor)
+    even_plane.store(gl.join(e0, e1).reshape([PICKS, D // 8]))
+    odd_plane.store(gl.join(o0, o1).reshape([PICKS, D // 8]))
+
+
+@gluon.jit
+def _rotate_query(t, cos_ptr, sin_ptr, qe, qo, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr):
+    """Rotate the last PAIRS columns of the two query planes where they lie, 64 columns at a time."""
+    H: gl.constexpr = D // 2
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for c in gl.static_range((H - PAIRS) // 64 * 64, H, 64):
+        qe_half, qo_half = qe.index(c // (H // 2)), qo.index(c // (H // 2))
+        pair = c + gl.arange(0, 64, gl.SliceLayout(0, R)) - (H - PAIRS)
+        cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
+        sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
+        for head in gl.static_range(0, N, 16):
+            even = qe_half.slice(head, 16).slice(c % (H // 2), 64, 1)
+            odd = qo_half.slice(head, 16).slice(c % (H // 2), 64, 1)
+            re, im = even.load(R).to(gl.float32), odd.load(R).to(gl.float32)
+            even.store((re * cos - im * sin).to(gl.bfloat16))
+            odd.store((im * cos + re * sin).to(gl.bfloat16))
+
+
+@gluon.jit
+def _take(words, scales, landed, taken, at, phase, W: gl.constexpr, SL: gl.constexpr, ROWS: gl.constexpr):
+    """A landed part -> (its words in layout W, the scales of its ROWS rows in layout SL), and its place is free again."""
+    mbarrier.wait(landed.index(at), phase)
+    x = words.index(at).load(W)
+    scale = scales.index(at).slice(0, ROWS).load(SL)
+    gl.thread_barrier()
+    mbarrier.arrive(taken.index(at), count=1)
+    at, phase = _step(at, phase)
+    return x, scale, at, phase
+
+
+@gluon.jit
+def _decode_parts(
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
+    asked, answered, ready, free,
+    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, N_SLOTS: gl.constexpr,
+    WINDOW: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
+):  # fmt: skip
+    """The decoding warp group: of every row the query, once the row before is `answered`, and its tiles, each into buffer
+    n % 2 as soon as that is free. Tiles are counted through all rows."""
+    H: gl.constexpr = D // 2
+    WORDS: gl.constexpr = we.type.layout
+    Q2: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    W2: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    W3: gl.constexpr = gl.BlockedLayout([1, 1, 4], [2, 8, 2], [4, 1, 1], [2, 1, 0])
+    # 8 bytes of codes a thread: they give 16 bytes of each plane, and neighbours' lie side by side
+    G2: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0])
+    G3: gl.constexpr = gl.BlockedLayout([1, 1, 2], [2, 16, 1], [4, 1, 1], [2, 1, 0])
+    WS: gl.constexpr = gl.SliceLayout(2, W3)
+    GS: gl.constexpr = gl.SliceLayout(2, G3)
+    q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
+    ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 8], words.type.layout)
+    ring_scales = scales._reinterpret(gl.uint8, [PARTS, 4 * RINGS, D // 64], scales.type.layout)
+    pick_scales = scales._reinterpret(gl.uint8, [PARTS, PICKS, D // 32], scales.type.layout)
+    even_words = qe._reinterpret(gl.int32, [2, N, H // 4], WORDS)
+    odd_words = qo._reinterpret(gl.int32, [2, N, H // 4], WORDS)
+    at, phase, n, query = 0, 0, 0, 0
+    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+        slot, first, end, ring_tiles, pick_tiles = row_range(
+            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
+        )
+        if ring_tiles + pick_tiles > 0:
+            mbarrier.wait(answered.index(0), query ^ 1)
+            for part in gl.static_range(2 * N // HEADS):
+                mbarrier.wait(landed.index(at), phase)
+                x = q_words.index(at).load(Q2)
+                gl.thread_barrier()
+                mbarrier.arrive(taken.index(at), count=1)
+                low, high = gl.split(x.reshape([HEADS, H // 4, 2]))
+                even = even_words.index(part % 2).slice(part // 2 * HEADS, HEADS)
+                odd = odd_words.index(part % 2).slice(part // 2 * HEADS, HEADS)
+                even.store((low & 0xFFFF) | (high << 16))
+                odd.store(((low >> 16) & 0xFFFF) | (high & -65536))
+                at, phase = _step(at, phase)
+            if ROTATE:
+                gl.thread_barrier()
+                _rotate_query(t, cos_ptr, sin_ptr, qe, qo, N, D, PAIRS)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(asked.index(0), count=1)
+            query ^= 1
+        for _ in range(2 * ring_tiles):
+            b = (n >> 1) * 2 % 4 + ((n ^ (n >> 1)) & 1)
+            x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
+            mbarrier.wait(free.index(b), ((n >> 2) & 1) ^ 1)
+            for part in gl.static_range(0, TILE, RINGS):
+                now, its_scale = x, scale
+                if part + RINGS < TILE:  # on its way while this one is decoded
+                    x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
+                _decode_window(now, its_scale, we.index(b).slice(part, RINGS), wo.index(b).slice(part, RINGS), D, W3)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(b), count=1)
+            n += 1
+        if K > 0:
+            for _ in range(2 * pick_tiles):
+                b = (n >> 1) * 2 % 4 + ((n ^ (n >> 1)) & 1)
+                x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
+                mbarrier.wait(free.index(b), ((n >> 2) & 1) ^ 1)
+                for part in gl.static_range(0, TILE, PICKS):
+                    now, its_scale = x, scale
+                    if part + PICKS < TILE:
+                        x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
+                    _decode_picks(now, its_scale, we.index(b).slice(part, PICKS), wo.index(b).slice(part, PICKS), D, G3)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(ready.index(b), count=1)
+                n += 1
+
+
+@gluon.jit
+def attention(
+    q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+    scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
+    N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
+    OTHER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """hopper_kernel.attention for ROWS query rows in any number of programs, launched with 4 warps; the second multiplying
+    warp group gets OTHER_REGISTERS registers a thread, the first what is left."""
+    H: gl.constexpr = D // 2
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)  # the same bytes in 32-bit elements, for the decoder
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    qe = gl.allocate_shared_memory(gl.bfloat16, [2, N, H // 2], SHARED)
+    qo = gl.allocate_shared_memory(gl.bfloat16, [2, N, H // 2], SHARED)
+    ke = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, H // 2], SHARED)
+    ko = gl.allocate_shared_memory(gl.bfloat16, [4, TILE, H // 2], SHARED)
+    we = ke._reinterpret(gl.int32, [4, TILE, H // 4], WORDS)
+    wo = ko._reinterpret(gl.int32, [4, TILE, H // 4], WORDS)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, TILE], SHARED)
+    words = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 16], PLAIN)
+    scales = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 128], PLAIN)
+    peaks = gl.allocate_shared_memory(gl.float32, [2, N], LINE)
+    counts = gl.allocate_shared_memory(gl.int32, [2, TILE], LINE)
+    sums = gl.allocate_shared_memory(gl.float32, [4, N], LINE)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    asked = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    answered = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(asked.index(0), count=1)
+    mbarrier.init(answered.index(0), count=1)
+    for b in gl.static_range(2):
+        mbarrier.init(given.index(b), count=1)
+        mbarrier.init(summed.index(b), count=1)
+    for b in gl.static_range(4):
+        mbarrier.init(ready.index(b), count=1)
+        mbarrier.init(free.index(b), count=1)
+    for b in gl.static_range(PARTS):
+        mbarrier.init(landed.index(b), count=128)  # every loading thread, when its copies have landed
+        mbarrier.init(taken.index(b), count=1)
+    gl.thread_barrier()
+    gdc_wait()
+    LEFT: gl.constexpr = 0
+    RIGHT: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (
+                attend_half,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, LEFT,
+                ),
+            ),
+            (
+                attend_half,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, RIGHT,
+                ),
+            ),
+            (
+                _decode_parts,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken,
+                    qe, qo, we, wo, asked, answered, ready, free, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
+                ),
+            ),
+            (
+                _load_parts,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
+                    landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS,
+                ),
+            ),
+        ],
+        [4, 4, 4],
+        [OTHER_REGISTERS, DECODER_REGISTERS, LOADER_REGISTERS],
+    )
