@@ -63,7 +63,6 @@ NARROW = with_engram_vocab(
     ),
     60,
 )
-KINDS = ["FULL2", "FULL1", "REINDEX", "REUSE"]
 GAMMA, CONTEXT, CAPACITY = 5, 500, 768  # beyond the 256 entries that the candidate blocks cover
 
 
@@ -74,7 +73,7 @@ def implementations(op: str) -> dict[str, registry.Implementation]:
 
 
 @contextlib.contextmanager
-def _resolving(resolve):
+def resolving(resolve):
     """`resolve` in place of registry.resolve, for every operator."""
     plain, folders = registry.resolve, [op for op in OPERATORS if op != "index_score_blocks"]
     modules = [registry, *(importlib.import_module(f"pallas_kernels.{folder}.api") for folder in folders)]
@@ -98,7 +97,7 @@ def recorded():
         taken.setdefault(op, {}).setdefault(chosen.name, {}).update(against)
         return chosen, against
 
-    with _resolving(resolve):
+    with resolving(resolve):
         yield taken
 
 
@@ -111,7 +110,7 @@ def changed(change):
         chosen, against = plain(op, *args, **kwargs)
         return dataclasses.replace(chosen, run=lambda *a, **k: change(op, chosen.run, a, k)), against
 
-    with _resolving(resolve):
+    with resolving(resolve):
         yield
 
 

@@ -245,7 +245,12 @@ def test_kernels_that_take_the_golden_shapes():
 @pytest.mark.gpu
 @pytest.mark.parametrize("op, name", ALONE, ids=[f"{op}-{name}" for op, name in ALONE])
 def test_each_operator_alone_on_a_gpu(op, name):
-    compared(ks.alone(op, name), EXACT_BOUNDS if op in EXACT else BOUNDS)
+    try:
+        compared(ks.alone(op, name), EXACT_BOUNDS if op in EXACT else BOUNDS)
+    except ValueError as error:  # one that no step takes unless it is asked for may be for some of the operator's uses only
+        if not ks.implementations(op)[name].by_name_only or "does not take these arguments" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.mark.gpu
@@ -274,10 +279,18 @@ def test_balanced_experts_on_a_gpu():
 def test_every_kernel_takes_the_narrow_network():
     """The tests above leave no kernel out: traced for Hopper without one."""
     step, leaves = ks.program(AUTO, 4, ks.abstract_parameters())
-    state = jax.eval_shape(lambda: ks.random_state(4))
-    with registry.compiling_for(ks.HOPPER), ks.recorded() as taken:
+    state, plain, fit, taken = jax.eval_shape(lambda: ks.random_state(4)), registry.resolve, set(), {}
+
+    def resolve(op, implementations, impl, arch, *args, **kwargs):
+        fit.update((op, i.name) for i in implementations if not i.refuses(*args, **kwargs))
+        chosen, against = plain(op, implementations, impl, arch, *args, **kwargs)
+        taken.setdefault(op, {})[chosen.name] = against
+        return chosen, against
+
+    with registry.compiling_for(ks.HOPPER), ks.resolving(resolve):
         jax.eval_shape(step, leaves, state, ks.chunk_of(ks.NARROW, 4), None)
     assert ks.left_to_xla(taken) == {} and len(ks.picked()) >= 17
+    assert all(ks.implementations(op)[name].by_name_only for op, name in set(ALONE) - fit), set(ALONE) - fit
     assert [s.kind for s in ks.NARROW.layers] == ["FULL2", "FULL1", "REINDEX", "REUSE"]
 
 
