@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dsv41_jax.cache import CacheGeometry
-from dsv41_jax.step import PrefillBatch
+from dsv41_jax.step import PrefillBatch, compiled, mtp_step
 
 NAME, GAMMA, ROWS = "all_kinds", 5, 3
 LARGE = CacheGeometry(slots=251, pages=16381, page_tokens=16, span=13)
@@ -218,6 +218,21 @@ def test_nothing_is_compiled_again(ready):
     assert (steps._mtp._cache_size(), steps._prefill._cache_size()) == compiled
     np.testing.assert_array_equal(back, tokens)
     assert (other != tokens).any()
+
+
+def test_changed_inputs_equal_fresh_compiles(ready):
+    """Two consecutive steps, the second with other slots, pages and padding: in one executable, and each in one that has
+    run nothing before."""
+    steps, state, batch = ready
+    batches = batch, jax.device_put(harness.decode_batch([1, -1, 3], tables_of(steps, shuffle=3, rest=-7)))
+    warm, cold = (jax.tree.map(jnp.array, state) for _ in range(2))
+    for inputs in batches:
+        warm, got = steps.decode(warm, inputs)
+        fresh = compiled.__wrapped__(mtp_step, steps._treedef, net=steps.net, gamma=GAMMA)
+        cold, want = fresh(steps.leaves, cold, inputs)
+        for a, b in zip(jax.tree.leaves((warm, got)), jax.tree.leaves((cold, want)), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert np.asarray(got.count)[1] == 0 and (np.asarray(got.count)[[0, 2]] > 0).all()
 
 
 def test_reload_refuses_other_shapes(ready):
