@@ -35,12 +35,14 @@ _RESULT = "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What ptxas reports for one entry point: registers per thread, bytes spilled (stores), bytes of static shared."""
+    """What ptxas reports for one entry point: registers per thread, bytes spilled (stores), bytes of static shared, and
+    whether it makes every wgmma wait for the one before, for want of registers that nothing else touches meanwhile."""
 
     name: str
     registers: int
     spill_bytes: int
     shared_bytes: int
+    serialised: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +184,7 @@ def _resources(ptx: str, target: str, folder: pathlib.Path) -> list[dict]:
             "registers": int(re.search(r"Used (\d+) registers", part).group(1)),
             "spill_bytes": int(spill.group(1)) if spill else 0,
             "shared_bytes": int(shared.group(1)) if shared else 0,
+            "serialised": bool(re.search(rf"mma_async instructions are serialized .*'{part.split("'", 1)[0]}'", done.stderr)),
         })  # fmt: skip
     return kernels
 

@@ -17,7 +17,6 @@ pytestmark = [
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
     "attention halves": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_halves", 128, 64),
-    "attention halves": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_halves", 128, 64),
     "attention persistent": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_persistent", 128, 0),
     "attention staged": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_staged", 128, 0),
     "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),
@@ -40,4 +39,5 @@ def test_kernel_uses_wgmma_and_waits_for_its_predecessor(entry):
     assert [k.name for k in kernel.kernels] == [entry]
     assert "wgmma.mma_async" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
     assert kernel.registers <= registers and kernel.spill_bytes <= spill, kernel.kernels
+    assert not any(k.serialised for k in kernel.kernels), "a product is to run while another is summed"
     assert "copy(" not in compiled.hlo, "no pool may be copied on its way to the kernel"
