@@ -81,7 +81,7 @@ OPERATORS = (
     Operator("qkv_producer", ("eps", "round_trip"), in_place=1, differing=2e-3),
     Operator("global_producer", ("eps",), in_place=3, differing=5e-3),
     Operator("hyper_enter", ("eps",), tolerance=1e-2),
-    Operator("hyper_leave", ("eps", "iterations", "mix_eps"), tolerance=1e-2, function="site_to_site"),
+    Operator("hyper_leave", ("eps", "iterations", "mix_eps", "round_trip"), tolerance=1e-2, function="site_to_site"),
     Operator("hyper_coefficients", ("streams", "iterations", "eps"), tolerance=1e-4),
     Operator("sparse_attention", ("window", "scale"), tolerance=2e-2),
     # a product and sum of the rotation rounds once or twice: a bf16 rounding, and with it a code, may go the other way

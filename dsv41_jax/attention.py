@@ -8,7 +8,7 @@ from dsv41_jax import indexer
 from dsv41_jax.compressor import produce
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.indexer import Selection
-from dsv41_jax.linear import fp8_linear, fp8_matmul, rms_norm, wants_round_trip
+from dsv41_jax.linear import fp8_linear, fp8_matmul, rms_norm, values, wants_round_trip
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Attention
 from dsv41_jax.plan import StepPlan
@@ -69,7 +69,7 @@ def store_window(
 
 
 def project_front(
-    u,  # dtype[T, H]
+    u,  # dtype[T, H] or Rows
     params: Attention,
     pool,
     cos,
@@ -113,7 +113,7 @@ def output_projection(
 
 
 def attention(
-    u,  # dtype[T, H], the attn_norm output
+    u,  # dtype[T, H] or Rows, the attn_norm output
     params: Attention,
     layer: LayerSpec,
     pools: Pools,
@@ -132,6 +132,7 @@ def attention(
     qr, ready, pools.window[layer.index] = project_front(
         u, params, pools.window[layer.index], cos, sin, plan.row_slots, plan.positions.reshape(-1), c, p, options
     )
+    u = values(u)
     if layer.owns_kv:
         i = layer.index
         pools.global_kv[i], pools.index[i], pending = produce(

@@ -36,13 +36,14 @@ def enter(
     site: HyperSite,
     c: ModelConfig,
     options: DecodeOptions,
+    round_trip: bool = False,
 ):
-    """The entry of a sublayer: u dtype[T, H], its input, collapsed with the PREVIOUS `pre` and normalised; and the
-    coefficients of the streams there: pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M]
-    (comb[j, k]: from stream j to k)."""
+    """The entry of a sublayer: u dtype[T, H], its input, collapsed with the PREVIOUS `pre` and normalised; u through FP8,
+    dtype[T, H], if asked for and where it costs no pass of its own, else None; and the coefficients of the streams there:
+    pre f32[T, M] (for the NEXT sublayer), post f32[T, M], comb f32[T, M, M] (comb[j, k]: from stream j to k)."""
     return enter_next(
         at.streams, at.ahead, at.pre, site.fn[...], norm, site.scale[...], site.base[...], eps=c.rms_norm_eps,
-        iterations=c.hc_sinkhorn_iters, mix_eps=c.hc_eps, enter_impl=options.impl("hyper_enter"),
+        iterations=c.hc_sinkhorn_iters, mix_eps=c.hc_eps, round_trip=round_trip, enter_impl=options.impl("hyper_enter"),
         coefficients_impl=options.impl("hyper_coefficients"),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Norms and matrix products, with the rounding points of the reference (spec/model.md sections 2, 4, 14)."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,20 @@ from pallas_kernels.row_ops import rms_norm as rms_norm
 def _block_scaled_matmul(x, weight, scale, *, groups, quantised, impl, arch):
     """The operator traced and lowered once for all layers of one shape: a kernel's own lowering takes half a second."""
     return block_scaled_matmul(x, weight, scale, groups=groups, quantised=quantised, impl=impl, arch=arch)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows whose maker saved `fp8_linear` its round trip: values dtype[T, I], rounded dtype[T, I] what FP8 leaves of them."""
+
+    values: jax.Array
+    rounded: jax.Array
+
+
+def values(x):
+    """dtype[T, I] of Rows, or of what is that itself."""
+    return x.values if isinstance(x, Rows) else x
 
 
 def _chosen(groups: int, options: DecodeOptions) -> dict:
@@ -56,11 +71,13 @@ def fp8_matmul(
 
 
 def fp8_linear(
-    x,  # dtype[T, I]
+    x,  # dtype[T, I] or Rows
     linear: Fp8Linear,
     p: Precision,
     options: DecodeOptions,
     ready: bool = False,
 ):
     """dtype[T, O]: the FP8 linear of spec/model.md section 4. ready: x has been through its round trip already."""
+    if isinstance(x, Rows):
+        x, ready = x.rounded, True
     return fp8_matmul(x, linear.weight[...], linear.scale[...], p, options, ready=ready)

@@ -10,10 +10,10 @@ from dsv41_jax.attention import Carry, Pools, attention
 from dsv41_jax.cache import CacheGeometry, State
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
-from dsv41_jax.linear import matmul
+from dsv41_jax.linear import Rows, matmul, wants_round_trip
 from dsv41_jax.moe import LocalExchange, moe
 from dsv41_jax.options import DecodeOptions
-from dsv41_jax.params import Block, HyperSite, Transformer
+from dsv41_jax.params import Block, Fp8Linear, HyperSite, Transformer
 from dsv41_jax.plan import Chunk, plan_step
 from dsv41_jax.precision import Precision
 from pallas_kernels import codecs
@@ -49,16 +49,20 @@ def sublayer(
     at: hyper.Residual,
     site: HyperSite,
     norm,  # bf16[H]
-    run,  # dtype[T, H] -> dtype[T, H]
+    run,  # dtype[T, H] or Rows -> dtype[T, H]
     net: Network,
     following: HyperSite | None,  # the site that reads the streams next, unless something else changes them before
+    first: Fp8Linear,  # what multiplies the rows first
 ):
     """One mHC sublayer: collapse with the PREVIOUS `pre`, norm, run, expand with this site's post and comb.
 
     Returns (residual with this site's pre, the sublayer output y)."""
     with jax.named_scope("hyper_mixes"):
-        u, pre, post, comb = hyper.enter(at, norm, site, net.config, net.options)
-    y = run(u)
+        t, _, h = at.streams.shape
+        rows = jax.ShapeDtypeStruct((t, h), at.streams.dtype)
+        round_trip = wants_round_trip(rows, first, net.precision, net.options)
+        u, rounded, pre, post, comb = hyper.enter(at, norm, site, net.config, net.options, round_trip)
+    y = run(u if rounded is None else Rows(u, rounded))
     with jax.named_scope("hyper_expand"):
         return hyper.leave(at, y, pre, post, comb, following, net.options), y
 
@@ -66,7 +70,7 @@ def sublayer(
 def block(
     at: hyper.Residual,
     params: Block,
-    attend,  # dtype[T, H] -> dtype[T, H]
+    attend,  # dtype[T, H] or Rows -> dtype[T, H]
     experts_per_token: int,
     net: Network,
     following: HyperSite | None,  # as in `sublayer`, after the block
@@ -75,14 +79,14 @@ def block(
 ) -> hyper.Residual:
     """Attention sublayer, then MoE sublayer."""
     c = net.config
-    at, y = sublayer(at, params.hc_attn, params.attn_norm[...], attend, net, params.hc_ffn)
+    at, y = sublayer(at, params.hc_attn, params.attn_norm[...], attend, net, params.hc_ffn, params.attn.front)
     if taps is not None:
         taps[f"attn_out_{name}"] = y
 
     def run_moe(u):
         return moe(u, params.ffn, experts_per_token, net.exchange, c, net.precision, net.options, taps, name)
 
-    at, y = sublayer(at, params.hc_ffn, params.ffn_norm[...], run_moe, net, following)
+    at, y = sublayer(at, params.hc_ffn, params.ffn_norm[...], run_moe, net, following, params.ffn.shared_w13)
     if taps is not None:
         taps[f"ffn_out_{name}"] = y
     return at

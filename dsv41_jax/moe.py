@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import lookup
-from dsv41_jax.linear import fp8_linear, wants_round_trip
+from dsv41_jax.linear import fp8_linear, values, wants_round_trip
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.params import Experts, MoE
 from dsv41_jax.precision import Precision
@@ -57,7 +57,7 @@ def _experts(x, ids, weights, w13, s13, w2, s2, first, *, parts, spare_sms, limi
 
 
 def moe(
-    x,  # dtype[T, H], the ffn_norm output
+    x,  # dtype[T, H] or Rows, the ffn_norm output
     params: MoE,
     k: int,
     exchange,
@@ -68,6 +68,7 @@ def moe(
     name: str = "",
 ):
     """dtype[T, H]: routed sum in fp32, then the shared expert, rounded once."""
+    rows, x = x, values(x)
     with jax.named_scope("router"):
         ids, weights = router(x, params.gate[...], params.bias[...], k=k, scale=c.routed_scaling_factor,
                               precision=p.name, impl=options.impl("router"))  # fmt: skip
@@ -89,7 +90,7 @@ def moe(
 
     @jax.named_scope("shared_expert")
     def shared_up():
-        return swiglu(fp8_linear(x, params.shared_w13, p, options), **activation, round_trip=ready)
+        return swiglu(fp8_linear(rows, params.shared_w13, p, options), **activation, round_trip=ready)
 
     @jax.named_scope("shared_expert")
     def shared_down(hidden):

@@ -10,10 +10,12 @@ import model_harness as harness
 import numpy as np
 import pytest
 
+from dsv41_jax import linear
 from dsv41_jax.dspark import propose
 from dsv41_jax.model import Network, forward, head
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.precision import precision
+from pallas_kernels.fp8_round_trip import fp8_round_trip
 from pallas_kernels.hyper_coefficients.api import Static
 from pallas_kernels.hyper_leave import api, enter_next, explain, fused, hyper_leave, reference, site_to_site
 from pallas_kernels.hyper_leave.specs import BY_NAME, SPECS
@@ -38,7 +40,7 @@ def check(got, inputs, spec):
     """Every output against numpy from the inputs it has: what is made of the new streams, from the streams returned."""
     streams, y, post, comb, pre, _, weight, *affine = map(f64, inputs)
     fn = whole(inputs[5])
-    new, u, *mixes = map(f64, got)
+    new, u, *mixes = map(f64, got[:5])
     want = post[..., None] * y[:, None] + np.einsum("tjk,tjh->tkh", comb, streams)
     scale = post[..., None] * np.abs(y[:, None]) + np.einsum("tjk,tjh->tkh", comb, np.abs(streams))
     assert (np.abs(new - want) <= 2.0**-8 * np.abs(want) + 2.0**-21 * scale).all()  # rounded once
@@ -50,12 +52,16 @@ def check(got, inputs, spec):
     want = x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.eps) * weight
     np.testing.assert_allclose(u, want, rtol=3.1 * 2**-8, atol=1e-6)  # as in test_hyper_enter
     assert np.mean(got[1] == np.asarray(want, jnp.bfloat16)) > 0.999
+    for rounded in got[5:]:
+        assert spec.round_trip
+        np.testing.assert_array_equal(np.asarray(rounded), np.asarray(fp8_round_trip(got[1], impl="reference")))
 
 
-def interpreted(streams, y, post, comb, pre, fn, weight, scale, base, *, eps, iterations, mix_eps):
+def interpreted(streams, y, post, comb, pre, fn, weight, scale, base, *, eps, iterations, mix_eps, round_trip):
     new, ahead = fused.hyper_leave(streams, y, post, comb, pre, fn, interpret=True)
     static = Static(streams.shape[1], iterations, mix_eps)
-    return new, *fused.finish(ahead, weight, scale, base, static=static, eps=eps, interpret=True)
+    u, *rest = fused.finish(ahead, weight, scale, base, static=static, eps=eps, round_trip=round_trip, interpret=True)
+    return new, u, *rest[round_trip:], *rest[:round_trip]
 
 
 @pytest.mark.parametrize("spec", SMALL, ids=lambda s: s.name)
@@ -64,6 +70,18 @@ def test_equals_numpy(spec, run):
     inputs = spec.make_inputs(3)
     run = interpreted if run == "fused" else functools.partial(site_to_site, impl="reference")
     check(run(*inputs, **spec.options), inputs, spec)
+
+
+def test_rounding_the_rows_changes_nothing_else():
+    spec = BY_NAME["tiny_wide"]
+    inputs = spec.make_inputs(6)
+    *got, rounded = interpreted(*inputs, **spec.options | {"round_trip": True})
+    for a, b in zip(got, interpreted(*inputs, **spec.options), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(fp8_round_trip(got[1])))
+    assert (np.asarray(rounded) != np.asarray(got[1])).mean() > 0.3
+    apart = site_to_site(*inputs, **spec.options | {"round_trip": True}, impl="reference")
+    np.testing.assert_array_equal(np.asarray(apart[5]), np.asarray(fp8_round_trip(apart[1])))
 
 
 ON_GPU = pytest.param(functools.partial(site_to_site, impl="fused"), marks=pytest.mark.gpu, id="gpu")
@@ -83,7 +101,7 @@ def test_falls_back_with_a_reason():
     arguments = BY_NAME["tiny"].make_inputs(0)[:6]
     streams, *rest = arguments
     told = explain(*arguments, arch="sm_90")
-    assert told["chosen"] == "fused"
+    assert told["chosen"] == "fused" and "never timed" not in told
     told = explain(*arguments, arch="cpu")
     assert told["chosen"] == "reference" and "is for sm_90" in told["fused"]
     assert "float32" in explain(streams.astype(jnp.float32), *rest, arch="sm_90")["fused"]
@@ -124,8 +142,10 @@ def runs(monkeypatch):
 
         return run
 
-    kernel = Implementation("fused", recorded(fused.hyper_leave, 5), refuses=fused.refuses)
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (kernel, *api.IMPLEMENTATIONS[1:]))
+    run = recorded(fused.hyper_leave, 5)
+    rounding = functools.partial(run, rounds=True)
+    kernels = (Implementation(n, f, refuses=fused.refuses) for n, f in (("fused", run), ("fused_round_trip", rounding)))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (*kernels, api.IMPLEMENTATIONS[-1]))
     monkeypatch.setattr(fused, "finish", recorded(fused.finish, 1))
     return found
 
@@ -151,13 +171,19 @@ def test_the_model_computes_the_same_with_it(runs):
     another order; few do, so the median is tight."""
     weights = copy.copy(harness.params("all_kinds"))
     weights.layers = weights.layers[1::2]
-    logits = {}
-    for impl in ("reference", "fused"):
+    logits, rounded = {}, []
+    for impl in ("reference", "fused", "fused_round_trip"):
+        runs.clear()
         net = with_it("all_kinds", impl, num_hidden_layers=2, compress_ratios=(1, 1), kv_source_layer_ids=(0,),
                       index_source_layer_ids=(0,), candidate_source_layer_id=0, num_nextn_predict_layers=0,
                       engram_layer_ids=(), engram_num_embeddings=(), dspark_target_layer_ids=())  # fmt: skip
-        logits[impl] = np.asarray(jax.jit(functools.partial(run_model, net))(weights, *inputs_of(net)))
-        assert len(runs) == (6 if impl == "fused" else 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear, "fp8_round_trip", lambda x, impl, op=linear.fp8_round_trip: rounded.append(x) or op(x, impl=impl))
+            logits[impl] = np.asarray(jax.jit(functools.partial(run_model, net))(weights, *inputs_of(net)))
+        assert len(runs) == (0 if impl == "reference" else 6)
+        apart, rounded = len(rounded), []
+        assert apart == 2 * 5 - (3 if impl == "fused_round_trip" else 0)  # of three sites that hand on, the first products
+    assert logits["fused_round_trip"].tobytes() == logits["fused"].tobytes()
     got, want = logits["fused"], logits["reference"]
     assert np.median(np.abs(got - want)) <= 1e-3 * want.std()
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.9
@@ -198,6 +224,9 @@ def test_the_draft_stages_hand_on(runs):
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_tensor_core_products_without_spills(target):
     compiled = deviceless.compile_for(target, "pallas_kernels.hyper_leave.specs:deviceless_case", "verify")
+    rounding = deviceless.compile_for(target, "pallas_kernels.hyper_leave.specs:deviceless_case", "verify_round_trip")
+    assert len(rounding.kernels) == 2 and not rounding.spill_bytes
+    assert "cvt.rn.satfinite.e4m3x2.f32" in rounding.matching("hyper_finish").ptx
     leave, finish = compiled.matching("hyper_leave"), compiled.matching("hyper_finish")
     assert len(leave.kernels) == len(finish.kernels) == 1 and leave.spill_bytes == finish.spill_bytes == 0
     assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in leave.ptx

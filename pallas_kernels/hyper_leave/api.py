@@ -1,5 +1,8 @@
 """hyper_leave: the exit of a site, where it pays with what the entry of the next one reads (spec/model.md section 3)."""
 
+import functools
+
+from ..fp8_round_trip.api import fp8_round_trip
 from ..hyper_coefficients.api import Static, hyper_coefficients
 from ..hyper_enter.api import hyper_enter
 from ..registry import Implementation, resolve
@@ -8,8 +11,11 @@ from .reference import Ahead
 
 IMPLEMENTATIONS = (
     Implementation("fused", fused.hyper_leave, fused.ARCHES, fused.refuses),
+    # the same, and the entry of the next site rounds its rows through FP8
+    Implementation("fused_round_trip", functools.partial(fused.hyper_leave, rounds=True), fused.ARCHES, fused.refuses,
+                   by_name_only=fused.UNMEASURED),
     Implementation("reference", reference.hyper_leave),
-)
+)  # fmt: skip
 
 
 def _validate(streams, y, post, comb, pre, fn):
@@ -57,26 +63,34 @@ def enter_next(
     eps: float,
     iterations: int,
     mix_eps: float,
+    round_trip: bool = False,
     enter_impl: str = "auto",
     coefficients_impl: str = "auto",
 ):
     """The entry of the site that reads the streams: `hyper_enter` of them, `hyper_coefficients` of streams @ fn^T.
 
     eps: of both norms; iterations, mix_eps: of the coefficients. enter_impl, coefficients_impl: implementations of the two
-    where nothing is ahead. Returns (u dtype[T, H], pre f32[T, M], post f32[T, M], comb f32[T, M, M])."""
+    where nothing is ahead. Returns (u dtype[T, H], rounded, pre f32[T, M], post f32[T, M], comb f32[T, M, M]). rounded: with
+    round_trip, and where that costs no pass of its own (`Ahead.rounds`), u through FP8, dtype[T, H]; else None."""
     m = streams.shape[1]
     if ahead is not None:
-        return fused.finish(ahead, weight, scale, base, static=Static(m, iterations, mix_eps), eps=eps)
+        u, *rounded, pre, post, comb = fused.finish(
+            ahead, weight, scale, base, static=Static(m, iterations, mix_eps), eps=eps, round_trip=round_trip and ahead.rounds
+        )
+        return u, rounded[0] if rounded else None, pre, post, comb
     u, r = hyper_enter(streams, pre, weight, eps=eps, impl=enter_impl)
-    return u, *hyper_coefficients(reference.products(streams, fn), r, scale, base, streams=m, iterations=iterations,
+    return u, None, *hyper_coefficients(reference.products(streams, fn), r, scale, base, streams=m, iterations=iterations,
                                   eps=mix_eps, impl=coefficients_impl)  # fmt: skip
 
 
-def site_to_site(streams, y, post, comb, pre, fn, weight, scale, base, *, impl: str = "auto", **entry):
+def site_to_site(streams, y, post, comb, pre, fn, weight, scale, base, *, impl: str = "auto", round_trip=False, **entry):
     """(streams dtype[T, M, H], u dtype[T, H], pre f32[T, M], post f32[T, M], comb f32[T, M, M]): `hyper_leave`, then
-    `enter_next`, which takes `entry`."""
+    `enter_next`, which takes `entry`; with round_trip u through FP8 at the end, by a pass of its own where it needs one."""
     streams, ahead = hyper_leave(streams, y, post, comb, pre, fn, impl=impl)
-    return streams, *enter_next(streams, ahead, pre, fn, weight, scale, base, **entry)
+    u, rounded, *mixes = enter_next(streams, ahead, pre, fn, weight, scale, base, round_trip=round_trip, **entry)
+    if round_trip and rounded is None:
+        rounded = fp8_round_trip(u)
+    return streams, u, *mixes, *([rounded] if round_trip else [])
 
 
 def explain(streams, y, post, comb, pre, fn, *, arch: str | None = None) -> dict[str, str]:

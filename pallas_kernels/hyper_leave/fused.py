@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..codecs import cdiv, round_up
+from ..codecs import GROUP, cdiv, round_up
 from ..hyper_coefficients.one_kernel import write_coefficients
 from ..triton_f32 import multiply_add, to_bf16
+from ..triton_rows import fp8_rounded
 from .reference import PARTS, Ahead, is_split, split
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
@@ -23,6 +24,7 @@ CHUNK = 256  # channels of one program: 120 programs in a verify step of H = 512
 STEP = 32  # channels at a time
 WARPS, STAGES = 8, 4
 WIDTH = 1024  # channels at a time in `finish`
+UNMEASURED = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 
 
 def _part(h: int, most: int) -> int:
@@ -137,8 +139,8 @@ def _body(streams, y, post, comb, pre, fn, out, x, partial, *, total: int, h: in
     plt.store(partial.at[pl.ds(0, 1), :, :], made[None], mask=wanted[None])
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
-def hyper_leave(streams, y, post, comb, pre, fn, *, interpret: bool = False):
+@functools.partial(jax.jit, static_argnames=("rounds", "interpret"))  # lowered once for all layers
+def hyper_leave(streams, y, post, comb, pre, fn, *, rounds: bool = False, interpret: bool = False):
     """See `api.hyper_leave`. A row's bits do not depend on the rows beside it."""
     from jax.experimental.pallas import triton as plt
 
@@ -159,24 +161,30 @@ def hyper_leave(streams, y, post, comb, pre, fn, *, interpret: bool = False):
         compiler_params=plt.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         name="hyper_leave",
     )(streams, y, post, comb.reshape(t, m * m), pre, parts)
-    return out, Ahead(x, partial)
+    return out, Ahead(x, partial, rounds)
 
 
-def _normalise(x, weight, u, eps: float):
-    """u bf16[1, H]: x bf16[1, H] normalised."""
+def _normalise(x, weight, u, rounded, eps: float):
+    """u bf16[1, H]: x bf16[1, H] normalised; rounded bf16[1, H] or None: u through FP8."""
     width = _part(x.shape[1], WIDTH)
     parts = [pl.ds(i, width) for i in range(0, x.shape[1], width)]
     values = [x[0, at].astype(jnp.float32) for at in parts]
     squares = jnp.sum(functools.reduce(jnp.add, [v * v for v in values]))
     factor = jax.lax.rsqrt(squares / x.shape[1] + eps)
     for v, at in zip(values, parts, strict=True):
-        u[0, at] = (v * factor * weight[at].astype(jnp.float32)).astype(jnp.bfloat16)
+        y = (v * factor * weight[at].astype(jnp.float32)).astype(jnp.bfloat16)
+        u[0, at] = y
+        if rounded is not None:
+            rounded[0, at] = fp8_rounded(y.astype(jnp.float32).reshape(-1, GROUP)).reshape(y.shape)
 
 
-def _finish_body(x, partial, weight, scale, base, u, pre, post, comb, *, static, eps: float, interpret: bool):
-    """x bf16[1, H], partial f32[chunks, 1, P], weight bf16[H], scale f32[3], base f32[N]; u bf16[1, H], pre, post f32[1, M],
-    comb f32[1, M * M]. A row has two programs, which do not wait for each other."""
+def _finish_body(x, partial, weight, scale, base, *out, static, eps: float, interpret: bool):
+    """x bf16[1, H], partial f32[chunks, 1, P], weight bf16[H], scale f32[3], base f32[N]; out: u bf16[1, H], pre, post
+    f32[1, M], comb f32[1, M * M] and, if asked for, rounded bf16[1, H]. A row has two programs, which do not wait for each
+    other."""
     from jax.experimental.pallas import triton as plt
+
+    u, pre, post, comb, *rounded = out
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -196,11 +204,11 @@ def _finish_body(x, partial, weight, scale, base, u, pre, post, comb, *, static,
 
     @pl.when(pl.program_id(1) == 1)
     def _():
-        _normalise(x, weight, u, eps)
+        _normalise(x, weight, u, rounded[0] if rounded else None, eps)
 
 
-@functools.partial(jax.jit, static_argnames=("static", "eps", "interpret"))
-def finish(ahead, weight, scale, base, *, static, eps: float, interpret: bool = False):
+@functools.partial(jax.jit, static_argnames=("static", "eps", "round_trip", "interpret"))
+def finish(ahead, weight, scale, base, *, static, eps: float, round_trip: bool = False, interpret: bool = False):
     """See `api.enter_next`; weight bf16[H] or f32[H], static: hyper_coefficients.api.Static."""
     from jax.experimental.pallas import triton as plt
 
@@ -209,14 +217,14 @@ def finish(ahead, weight, scale, base, *, static, eps: float, interpret: bool = 
     of_row = lambda width: pl.BlockSpec((1, width), lambda i, _: (i, 0))
     whole = lambda size: pl.BlockSpec((size,), lambda i, _: (0,))
     shape = lambda width: jax.ShapeDtypeStruct((t, width), jnp.float32)
-    u, pre, post, comb = pl.pallas_call(
+    u, pre, post, comb, *rounded = pl.pallas_call(
         functools.partial(_finish_body, static=static, eps=eps, interpret=interpret),
-        out_shape=(x, shape(m), shape(m), shape(m * m)),
+        out_shape=(x, shape(m), shape(m), shape(m * m), *[x] * round_trip),
         grid=(t, 2),
         in_specs=[of_row(h), pl.BlockSpec((chunks, 1, columns), lambda i, _: (0, i, 0)), whole(h), whole(3), whole(static.width)],
-        out_specs=(of_row(h), of_row(m), of_row(m), of_row(m * m)),
+        out_specs=(of_row(h), of_row(m), of_row(m), of_row(m * m), *[of_row(h)] * round_trip),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1),
         name="hyper_finish",
     )(x, partial, weight, scale, base)
-    return u, pre, post, comb.reshape(t, m, m)
+    return u, *rounded, pre, post, comb.reshape(t, m, m)

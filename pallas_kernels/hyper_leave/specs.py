@@ -12,7 +12,8 @@ from . import reference
 
 @dataclasses.dataclass(frozen=True)
 class HyperLeaveSpec:
-    """`rows` rows of `streams` streams of `hidden` channels; eps and iterations as released. split: fn in its parts."""
+    """`rows` rows of `streams` streams of `hidden` channels; eps and iterations as released. split: fn in its parts;
+    round_trip: the entry's rows are wanted through FP8 too."""
 
     name: str
     rows: int
@@ -22,6 +23,7 @@ class HyperLeaveSpec:
     iterations: int = 20
     mix_eps: float = 1e-6
     split: bool = True
+    round_trip: bool = False
 
     @property
     def coefficients(self) -> int:
@@ -29,9 +31,9 @@ class HyperLeaveSpec:
 
     @property
     def bytes(self) -> int:
-        """From site to site: the streams read and written once, y and fn read, the normalised row written; coefficients
-        read and written."""
-        row = 2 * self.hidden * (2 * self.streams + 2) + 4 * 2 * self.coefficients
+        """From site to site: the streams read and written once, y and fn read, the normalised row written, once more
+        where it is wanted through FP8; coefficients read and written."""
+        row = 2 * self.hidden * (2 * self.streams + 2 + self.round_trip) + 4 * 2 * self.coefficients
         return self.rows * row + self.hidden * ((6 if self.split else 4) * self.coefficients * self.streams + 2)
 
     @property
@@ -42,7 +44,7 @@ class HyperLeaveSpec:
     @property
     def options(self) -> dict:
         """The static keyword arguments of `site_to_site`."""
-        return {"eps": self.eps, "iterations": self.iterations, "mix_eps": self.mix_eps}
+        return {"eps": self.eps, "iterations": self.iterations, "mix_eps": self.mix_eps, "round_trip": self.round_trip}
 
     def make_inputs(self, seed: int):
         """(streams bf16[T, M, H], y bf16[T, H], post f32[T, M], comb f32[T, M, M], pre f32[T, M], fn f32[N, M * H] or
@@ -65,6 +67,7 @@ SPECS = (
     HyperLeaveSpec("tiny_wide", 128, hidden=512, split=False),
     HyperLeaveSpec("verify", 384),
     HyperLeaveSpec("draft", 320),
+    HyperLeaveSpec("verify_round_trip", 384, round_trip=True),
 )
 BY_NAME = {s.name: s for s in SPECS}
 
@@ -79,7 +82,8 @@ def deviceless_case(name: str):
 
     def run(*arguments):
         streams, ahead = fused.hyper_leave(*arguments[:6])
-        return streams, fused.finish(ahead, *arguments[6:], static=Static(m, s.iterations, s.mix_eps), eps=s.eps)
+        return streams, fused.finish(ahead, *arguments[6:], static=Static(m, s.iterations, s.mix_eps), eps=s.eps,
+                                     round_trip=s.round_trip)  # fmt: skip
 
     return run, (bf16(t, m, h), bf16(t, h), f32(t, m), f32(t, m, m), f32(t, m), bf16(3 * s.coefficients, m * h), bf16(h),
                  f32(3), f32(s.coefficients))  # fmt: skip
