@@ -148,7 +148,9 @@ def test_compiles_to_one_kernel_in_place_without_spills(target):
     compiled = deviceless.compile_for(target, "pallas_kernels.qkv_producer.specs:deviceless_case", "verify")
     assert [k.name for k in compiled.kernels] == ["qkv_producer"]
     assert compiled.spill_bytes == 0 and compiled.registers <= 64
-    assert "griddepcontrol.wait" in compiled.ptx
+    # spec/decode.md section 6, R1: nothing is read before the product is there, and nobody is let go before all is written
+    reads, waits = compiled.ptx.index("ld.global"), compiled.ptx.index("griddepcontrol.wait")
+    assert waits < reads and "griddepcontrol.launch_dependents" not in compiled.ptx
     assert "output_to_operand_aliasing" in compiled.hlo and not any(f" {op}(" in compiled.hlo for op in ("copy", "fusion", "slice"))
 
 

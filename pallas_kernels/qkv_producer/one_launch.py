@@ -2,7 +2,8 @@
 its record, the other the query latents to what QB multiplies.
 
 Apart they are three launches that read the same product: an XLA norm, its FP8 round trip and the window store. The
-programs share nothing, so that neither waits for the other; QB and the attention take the two results as values.
+programs share nothing, so that neither waits for the other; QB and the attention take the two results as values. A REUSE
+layer needs no more of a merged producer: the attention rotates its queries, the selected slots are those of its source.
 """
 
 import functools
