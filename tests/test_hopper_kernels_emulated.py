@@ -48,8 +48,8 @@ def run_blocks(inputs, **options):
     return np.asarray(scores_hopper.index_score_blocks(**inputs, block_size=8, **options)).astype(np.float64)
 
 
-def run_stream(inputs):
-    got = scores_hopper.index_score_blocks_streamed(**inputs, block_size=8, **STREAM)
+def run_stream(inputs, **options):
+    got = scores_hopper.index_score_blocks_streamed(**inputs, block_size=8, **STREAM, **options)
     return np.asarray(got).astype(np.float64)
 
 
@@ -95,7 +95,7 @@ def test_candidate_kernels_score_what_the_reference_scores(change, order):
     change(inputs)
     with emulated(order):
         gathered, shared = run_blocks(inputs, **GATHER), run_blocks(inputs, **SHARE)
-        others = run_blocks(inputs, **AHEAD), run_stream(inputs)
+        others = run_blocks(inputs, **AHEAD), run_stream(inputs, together=1 if order == "ascending" else 2)
     check_scores(gathered, blocks_reference()(**inputs))
     for got in (shared, *others):
         np.testing.assert_array_equal(got, gathered)
@@ -157,9 +157,6 @@ ATTENTIONS = {
     "hopper": attention_hopper.sparse_attention,
     "staged": functools.partial(attention_hopper.staged, cut=attention_hopper.STAGED),
     "alternate": functools.partial(attention_hopper.staged, cut=attention_hopper.ALTERNATE),
-    "halves": functools.partial(
-        attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
-    ),
     "halves": functools.partial(
         attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
     ),

@@ -140,9 +140,10 @@ def refuses_shared_blocks(q, head_weights, index_pool, table, block_ids, end, *,
 
 
 def index_score_blocks_streamed(
-    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM, together=1
 ):  # fmt: skip
-    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM."""
+    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM. together: tiles scored
+    before all products are waited for."""
     from pallas_kernels.index_score import hopper_lists as lists
     from pallas_kernels.index_score import hopper_shared_kernel as shared
     from pallas_kernels.index_score import hopper_stream_kernel
@@ -158,7 +159,7 @@ def index_score_blocks_streamed(
         out_shape=jax.ShapeDtypeStruct((rows, blocks * BLOCK), jnp.bfloat16), grid=(programs, batch, 1), warps=4,
         compute_capability=90, maxnreg=128, extra_shared=extra, BYTES=extra, S=span, SP=lists.padded_rows(span, groups),
         GROUPS=groups, HEADS=head_weights.shape[1], KB=blocks, FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh),
-        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns,
+        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns, TOGETHER=together,
     )  # fmt: skip
 
 

@@ -143,9 +143,48 @@ def _slots(lists_at, block, c, most, STEP: gl.constexpr, R: gl.constexpr, SHARE:
 
 
 @gluon.jit
+def _score_tiles(
+    c, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, TILES: gl.constexpr,
+    SHARE: gl.constexpr, HEADS: gl.constexpr, LIST: gl.constexpr,
+):  # fmt: skip
+    """TILES tiles of every row from column c on, whose first two are at the ring addresses slot_at and second; returns
+    those of the next two."""
+    TILE: gl.constexpr = 64
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
+    L: gl.constexpr = pair_layout(4)
+    line_of = gl.arange(0, TILE, key_layout(4))
+    block = line_of // 16 * 2 + line_of // 4 % 2
+    piece = piece_of(line_of, tile_layout(4))
+    row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, L)), 0)
+    low, high, factor = _row_keys(slot_at, own, factors_at, piece, line_of)
+    ahead = start_products(operand(low, M), operand(high, M), q_low.index(first), q_high.index(first), HEADS, M)
+    scores = gl.zeros([TILE, 4], gl.float32, L)
+    for i in gl.static_range(TILES * SHARE):
+        now, own_factor = ahead, factor
+        if i + 1 < TILES * SHARE:
+            low, high, factor = _row_keys(second, own, factors_at, piece, line_of)
+            s = first + (i + 1) % SHARE
+            ahead = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
+            second = _slots(lists_at, block, c, most, 2, i, SHARE, LIST)
+            products = warpgroup_mma_wait(2, deps=[now])
+        else:
+            slot_at = _slots(lists_at, block, c, most, 1, i, SHARE, LIST)
+            second = _slots(lists_at, block, c, most, 2, i, SHARE, LIST)
+            products = warpgroup_mma_wait(0, deps=[now])
+        total, _twin = gl.split(register_sums(products, ws[i % SHARE], HEADS).reshape([TILE, 4, 2]))
+        total = gl.convert_layout(total, L, assert_trivial=True)
+        total *= gl.expand_dims(gl.convert_layout(own_factor, gl.SliceLayout(1, L), assert_trivial=True), 1)
+        scores = gl.where(row == i % SHARE, total, scores)
+        if i % SHARE == SHARE - 1:
+            score = scores.to(gl.bfloat16) + 0.0  # turns -0 into +0
+            gl.store(place + (c + i // SHARE * TILE), score, mask=c + i // SHARE * TILE < stop)
+    return slot_at, second
+
+
+@gluon.jit
 def score_ahead(
     out, work_at, first, lists_at, own, factors_at, q_low, q_high, weights, SHARE: gl.constexpr, HEADS: gl.constexpr,
-    WIDTH: gl.constexpr, LIST: gl.constexpr,
+    WIDTH: gl.constexpr, LIST: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """What `score_in_turn` does, for at most 4 rows: the next tile's product is in flight while one is summed, over the
     loop's ends too; every quad of lanes then holds the scores of a key for all rows, and stores one row a lane."""
@@ -154,7 +193,6 @@ def score_ahead(
     gl.static_assert(SHARE <= 4)
     line_of = gl.arange(0, TILE, key_layout(4))  # rows of the product
     block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
-    piece = piece_of(line_of, tile_layout(4))
     L: gl.constexpr = pair_layout(4)  # [key, row]
     row = gl.arange(0, 4, gl.SliceLayout(0, L))
     start, stop = row * 0, row * 0
@@ -172,26 +210,18 @@ def score_ahead(
     stop = gl.expand_dims(stop, 0) - key
     slot_at = _slots(lists_at, block, 0, most, 0, 0, SHARE, LIST)
     second = _slots(lists_at, block, 0, most, 1, 0, SHARE, LIST)
-    for c in range(0, most, TILE):
-        low, high, factor = _row_keys(slot_at, own, factors_at, piece, line_of)
-        s = first
-        ahead = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
-        scores = gl.zeros([TILE, 4], gl.float32, L)
-        for r in gl.static_range(SHARE):
-            now, own_factor = ahead, factor
-            if r + 1 < SHARE:
-                low, high, factor = _row_keys(second, own, factors_at, piece, line_of)
-                s = first + (r + 1)
-                ahead = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
-                second = _slots(lists_at, block, c, most, 2, r, SHARE, LIST)
-                products = warpgroup_mma_wait(2, deps=[now])
-            else:
-                slot_at = _slots(lists_at, block, c, most, 1, r, SHARE, LIST)
-                second = _slots(lists_at, block, c, most, 2, r, SHARE, LIST)
-                products = warpgroup_mma_wait(0, deps=[now])
-            total, _twin = gl.split(register_sums(products, ws[r], HEADS).reshape([TILE, 4, 2]))
-            total = gl.convert_layout(total, L, assert_trivial=True)
-            total *= gl.expand_dims(gl.convert_layout(own_factor, gl.SliceLayout(1, L), assert_trivial=True), 1)
-            scores = gl.where(gl.expand_dims(row, 0) == r, total, scores)
-        score = scores.to(gl.bfloat16) + 0.0  # turns -0 into +0
-        gl.store(place + c, score, mask=c < stop)
+    tiles = (most + TILE - 1) // TILE
+    whole = most
+    if TILES > 1:
+        whole = tiles // TILES * (TILES * TILE)
+    for c in range(0, whole, TILES * TILE):
+        slot_at, second = _score_tiles(
+            c, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, TILES, SHARE, HEADS,
+            LIST,
+        )  # fmt: skip
+    if TILES > 1:
+        if tiles % TILES != 0:
+            _score_tiles(
+                whole, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, 1, SHARE,
+                HEADS, LIST,
+            )  # fmt: skip

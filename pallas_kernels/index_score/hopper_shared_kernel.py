@@ -195,7 +195,7 @@ def _score_windows(
         if AHEAD:
             score_ahead(
                 out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, q_high, weights, SHARE,
-                HEADS, WIDTH, LIST,
+                HEADS, WIDTH, LIST, 1,
             )  # fmt: skip
         else:
             score_in_turn(

@@ -91,7 +91,7 @@ def _decode(
 def _score(
     group, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full, free,
     S: gl.constexpr, SP: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
-    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, LIMIT: gl.constexpr,
+    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, LIMIT: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Four warps: score the group-th share of the rows in the windows from k to stop."""
     RING: gl.constexpr = 2 * FRESH + KEPT
@@ -120,7 +120,7 @@ def _score(
         mbarrier.wait(full.index(n & 1), (n >> 1) & 1)
         score_ahead(
             out_ptr + (b * S + first).to(gl.int64) * WIDTH, work_at, first, lists_at, own, factors_at, q_low, q_high,
-            weights, SHARE, HEADS, WIDTH, LIST,
+            weights, SHARE, HEADS, WIDTH, LIST, TOGETHER,
         )  # fmt: skip
         again = unfinished(work_at, SP, 1, SHARE)
         gl.thread_barrier()  # every warp of the group has finished with the lists and the window
@@ -134,12 +134,12 @@ def stream_blocks(
     q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
     S: gl.constexpr, SP: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, BYTES: gl.constexpr, REGISTERS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Program (p, b) scores the candidates of request b in the p-th equal share of the windows that its rows reach.
 
     GROUPS: of 4 warps (3) that share the rows, SP a group's rows, rounded up to a power of two. REGISTERS: a thread of
-    them.
+    them. TOGETHER: tiles of every row that they score before they wait for all products.
     """
     WIDTH: gl.constexpr = KB * BLOCK
     RING: gl.constexpr = 2 * FRESH + KEPT
@@ -175,6 +175,7 @@ def stream_blocks(
                 (
                     0, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
                     free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    TOGETHER,
                 ),
             ),
             (
@@ -182,6 +183,7 @@ def stream_blocks(
                 (
                     1, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
                     free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    TOGETHER,
                 ),
             ),
             (
@@ -189,6 +191,7 @@ def stream_blocks(
                 (
                     2, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
                     free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    TOGETHER,
                 ),
             ),
         ],

@@ -149,6 +149,8 @@ def deviceless_case(name: str):
 
     def function(*arrays):
         inner = dict(zip(inputs, arrays, strict=True)) | extra
+        if kind == "together":
+            return hopper.index_score_blocks_streamed(**inner, block_size=spec.block_size, together=2)
         if kind == "stream":
             if not spec.blocks:
                 return hopper.index_score_streamed(**inner)
