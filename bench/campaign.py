@@ -59,18 +59,18 @@ JOBS = (
 
 
 RANK_JOBS = (
-    Job("ranks_check", "ranks_check", ("--preset", "flash", "--layers", "6", "--ranks", "{ranks}"),
+    Job("ranks_check", "ranks_check", ("--preset", "flash", "--layers", "6", "--ranks", "{ranks}", "--exchanges", "gather,ring"),
         "ranks_check_{ranks}ranks_6layers.json", 4),
     Job("exchange", "exchange", ("--ranks", "{ranks}"), "exchange_{ranks}ranks.json", 1),
     Job("decode", "decode", ("--preset", "flash", "--ranks", "{ranks}", "--layers", "{layers}", "--profile", "{scratch}/trace"),
         "decode_flash_{ranks}ranks_{layers}layers.json", 3),
     Job("layers", "layers", ("--trace", "{scratch}/trace", "--decode", "{out}/decode_flash_{ranks}ranks_{layers}layers.json"),
         "layers_flash_{ranks}ranks_{layers}layers.json", 1, needs="decode"),
-    Job("decode_2parts", "decode", ("--preset", "flash", "--ranks", "{ranks}", "--layers", "{layers}", "--exchange-parts", "2",
-        "--profile", "{scratch}/trace_2parts"), "decode_flash_{ranks}ranks_{layers}layers_2parts.json", 3),
-    Job("layers_2parts", "layers", ("--trace", "{scratch}/trace_2parts", "--decode",
-        "{out}/decode_flash_{ranks}ranks_{layers}layers_2parts.json"),
-        "layers_flash_{ranks}ranks_{layers}layers_2parts.json", 1, needs="decode_2parts"),
+    Job("decode_ring", "decode", ("--preset", "flash", "--ranks", "{ranks}", "--layers", "{layers}", "--exchange", "ring",
+        "--profile", "{scratch}/trace_ring"), "decode_flash_{ranks}ranks_{layers}layers_ring.json", 3),
+    Job("layers_ring", "layers", ("--trace", "{scratch}/trace_ring", "--decode",
+        "{out}/decode_flash_{ranks}ranks_{layers}layers_ring.json"),
+        "layers_flash_{ranks}ranks_{layers}layers_ring.json", 1, needs="decode_ring"),
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import pathlib
 import sys
 from collections import defaultdict
 
-from bench.report import merged_parts, part_floors
+from bench.report import merged_parts, part_floors, ranks_of
 from bench.results_files import OperatorRow, Results, StepRow, main_specs, newest, plain_times
 
 KERNEL, PLAIN, FLOOR, GOAL, TEXT = "#2f6f9f", "#9aa4ad", "#c9d6df", "#c8553d", "#333333"
@@ -107,8 +107,11 @@ def step(plt, results: Results):
         return None
     panels = [(source, d, merged_parts(d["parts_us"])) for source, d in found]
     tall = max(len(parts) for *_, parts in panels)
-    figure, axes = plt.subplots(1, len(panels), figsize=(7.6 * len(panels), 0.9 + 0.27 * tall), squeeze=False)
-    for ax, (source, d, parts) in zip(axes[0], panels, strict=True):
+    columns, rows = min(2, len(panels)), -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, columns, figsize=(7.6 * columns, (1.3 + 0.27 * tall) * rows), squeeze=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    for ax, (source, d, parts) in zip(axes.flat, panels, strict=False):
         floors, y = part_floors(results, source), range(len(parts), 0, -1)
         ax.barh(y, [us / 1e3 for us in parts.values()], color=KERNEL, height=0.62, label="measured")
         if floors:
@@ -120,8 +123,8 @@ def step(plt, results: Results):
         ax.set_xlim(min(0, *(us / 1e3 for us in parts.values())), 1.25 * max(parts.values()) / 1e3)
         ax.set_xlabel("ms of one step")
         p = d["protocol"]
-        what = f"{p['preset']}, {len(p['layers'])} layers, B {p['batch']}, context {p['context']}"
-        ax.set_title(f"{what}: {d['measured_step_us'] / 1e3:.2f} ms a step", loc="left")
+        what = f"{p['preset']}, {len(p['layers'])} layers{ranks_of(p)}, B {p['batch']}, context {p['context']}"
+        ax.set_title(f"{what}:\n{d['measured_step_us'] / 1e3:.2f} ms a step", loc="left")
         if floors:
             ax.legend(loc="lower right", fontsize=8)
     _foot(figure, [s for s, *_ in panels])

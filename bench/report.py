@@ -51,15 +51,20 @@ def sources(results: Results) -> str:
     return table(["", "file", "kind", "device", "driver", "versions", "commit", "date"], rows)
 
 
-def what_ran(row: StepRow) -> str:
-    """The workload and the implementations that are not kernels, in words."""
-    p = row.protocol
+def ranks_of(p: dict) -> str:
+    """Ranks and exchange of a protocol in words, behind a comma; "" for one rank."""
     ranks = f", {p['ranks']} ranks" if p.get("ranks", 1) > 1 else ""
     named, parts = p.get("exchange"), p.get("exchange_parts", 1)
     ranks += f", exchange{f' {named}' if named else ''}{f' in {parts} parts' if parts > 1 else ''}" if named or parts > 1 else ""
+    return ranks
+
+
+def what_ran(row: StepRow) -> str:
+    """The workload and the implementations that are not kernels, in words."""
+    p = row.protocol
     plain = ["every operator"] if row.plain else [op for op, name in p.get("implementations", {}).items() if name == "reference"]
     beside = f"; plain XLA: {', '.join(plain)}" if plain else ""
-    return f"{p['preset']}, {len(p['layers'])} layers{ranks}{beside}"
+    return f"{p['preset']}, {len(p['layers'])} layers{ranks_of(p)}{beside}"
 
 
 def steps(results: Results, rows: list[StepRow]) -> str:
