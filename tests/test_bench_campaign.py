@@ -54,7 +54,7 @@ def test_names_are_checked_and_listed(capsys):
     assert campaign.main(["--list", "--ranks", "4", "--layers", "12"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("bench.")[1].split()[0] for line in lines] == ["ranks_check", "exchange", *["decode", "layers"] * 2]
-    assert "--exchange-parts 2" in lines[4] and lines[5].split("--trace ")[1].split()[0] in lines[4]
+    assert "--exchange ring" in lines[4] and lines[5].split("--trace ")[1].split()[0] in lines[4]
     assert "--ranks 4 --layers 12" in lines[2] and lines[3].endswith("--out OUT/layers_flash_4ranks_12layers.json")
     with pytest.raises(SystemExit):
         campaign.main(["--jobs", "decode,typo", "--out", "x"])
