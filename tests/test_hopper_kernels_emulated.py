@@ -155,8 +155,6 @@ def attention_reference(inputs, **options):
 
 ATTENTIONS = {
     "hopper": attention_hopper.sparse_attention,
-    "staged": functools.partial(attention_hopper.staged, cut=attention_hopper.STAGED),
-    "alternate": functools.partial(attention_hopper.staged, cut=attention_hopper.ALTERNATE),
     "halves": functools.partial(
         attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
     ),

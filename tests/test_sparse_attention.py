@@ -236,7 +236,7 @@ def on_hopper():
     return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
-@pytest.fixture(params=["hopper", "hopper_halves", "hopper_persistent", "hopper_alternate", "hopper_staged", "one_pass"])
+@pytest.fixture(params=["hopper", "hopper_halves", "hopper_persistent", "one_pass"])
 def impl(request):
     if request.param.startswith("hopper") and not on_hopper():
         pytest.skip("the kernel runs on an sm_90 GPU")

@@ -18,8 +18,6 @@ CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 168, 64),
     "attention halves": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_halves", 128, 64),
     "attention persistent": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_persistent", 128, 0),
-    "attention staged": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_staged", 128, 0),
-    "attention alternate": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_alternate", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "dense sums": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k:sums", 168, 0),
     "dense_stream": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k:stream", 128, 48),

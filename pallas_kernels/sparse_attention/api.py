@@ -56,10 +56,6 @@ IMPLEMENTATIONS = (  # fastest first
                             hopper.refuses, by_name_only="not measured on a GPU yet"),
     registry.Implementation("hopper_persistent", hopper.persistent, ("sm_90",), hopper.refuses,
                             by_name_only="not measured on a GPU yet"),
-    registry.Implementation("hopper_alternate", functools.partial(hopper.staged, cut=hopper.ALTERNATE), ("sm_90",),
-                            hopper.refuses, by_name_only="not measured on a GPU yet"),
-    registry.Implementation("hopper_staged", functools.partial(hopper.staged, cut=hopper.STAGED), ("sm_90",),
-                            hopper.refuses, by_name_only="not measured on a GPU yet"),
     registry.Implementation("one_pass", one_pass.sparse_attention, one_pass.ARCHES, one_pass.refuses),
     registry.Implementation("reference", reference.sparse_attention),
 )

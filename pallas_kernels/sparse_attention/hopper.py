@@ -41,31 +41,6 @@ def sparse_attention(*args, **options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
-    """How hopper_staged_kernel.py is cut. alternate: the multiplying warp groups take tiles in turn instead of sharing
-    each; decoders: warps that decode, with `decoder_registers` registers a thread; other_registers: those of the second
-    multiplying warp group, of no use without `alternate`."""
-
-    alternate: bool
-    decoders: int
-    decoder_registers: int
-    other_registers: int = 0
-
-
-STAGED = Staged(alternate=False, decoders=4, decoder_registers=104)
-ALTERNATE = Staged(alternate=True, decoders=4, decoder_registers=88, other_registers=192)
-
-
-def staged(*args, cut: Staged, **options):
-    """The same by hopper_staged_kernel.py."""
-    from pallas_kernels.sparse_attention import hopper_staged_kernel
-
-    tuned = dict(ALTERNATE=cut.alternate, DECODERS=cut.decoders, DECODER_REGISTERS=cut.decoder_registers,
-                 OTHER_REGISTERS=cut.other_registers)  # fmt: skip
-    return _launch(hopper_staged_kernel.attention, 4 if cut.alternate else 8, tuned, *args, **options)
-
-
-@dataclasses.dataclass(frozen=True)
 class Persistent:
     """How hopper_persistent_kernel.py is cut. programs: at most so many, for one each of a GPU's multiprocessors."""
 
@@ -73,19 +48,22 @@ class Persistent:
     decoder_registers: int = 88
     other_registers: int = 192
     halves: bool = False  # tiles are handed over by half of their channels
+    prefetch: bool = True  # selected entries into the L2 cache a row ahead
 
 
-HALVES = Persistent(decoder_registers=80, other_registers=200, halves=True)
+HALVES = Persistent(decoder_registers=72, other_registers=208, halves=True)
 
 
 def persistent(*args, cut: Persistent = Persistent(), **options):
     """The same by hopper_persistent_kernel.py, or hopper_halves_kernel.py."""
-    if cut.halves:
-        from pallas_kernels.sparse_attention import hopper_halves_kernel as hopper_persistent_kernel
-    else:
-        from pallas_kernels.sparse_attention import hopper_persistent_kernel
-
     tuned = dict(DECODER_REGISTERS=cut.decoder_registers, OTHER_REGISTERS=cut.other_registers)
+    if cut.halves:
+        from pallas_kernels.sparse_attention import hopper_halves_kernel
+
+        tuned |= dict(PREFETCH=cut.prefetch)
+        return _launch(hopper_halves_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)
+    from pallas_kernels.sparse_attention import hopper_persistent_kernel
+
     return _launch(hopper_persistent_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)
 
 
@@ -103,7 +81,7 @@ def _launch(
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
     rows = batch * span
     if programs is not None:
-        tuned = tuned | dict(ROWS=rows)
+        tuned = tuned | dict(ROWS=rows, PADDED=max(64, 1 << (selected - 1).bit_length()))
         rows = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
     return gluon_call.gluon_call(
         kernel,

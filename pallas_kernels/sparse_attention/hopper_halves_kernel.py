@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 from triton.language.extra.cuda import gdc_wait
 
 from pallas_kernels.sparse_attention.hopper_kernel import TILE, _split_fp4, _split_fp8
-from pallas_kernels.sparse_attention.hopper_halves_math import attend_half, row_range
+from pallas_kernels.sparse_attention.hopper_halves_math import attend_half, load_row, row_range
 
 RINGS = gl.constexpr(16)  # ring rows a part, half of their channels
 PICKS = gl.constexpr(32)  # selected entries a part, half of their channels: at 512 channels the same 4 KiB of codes
 HEADS = gl.constexpr(8)  # heads of the query a part, half of their channels
 PARTS = gl.constexpr(3)  # in the ring
-LOADER_REGISTERS = gl.constexpr(32)
+LOADER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -30,10 +30,27 @@ def _step(at, phase):
 
 
 @gluon.jit
+def _prefetch(pool, slots, ENTRIES: gl.constexpr, BYTES: gl.constexpr):
+    """Ask for the entries' records, i32[n] slots, to be brought to the L2 cache."""
+    there = (slots >= 0) & (slots < ENTRIES)
+    at = pool.to(gl.int64, bitcast=True) + gl.where(there, slots, 0).to(gl.int64) * BYTES
+    for byte in gl.static_range(0, BYTES, 128):
+        gl.inline_asm_elementwise(
+            """{
+            .reg .pred p;
+            setp.ne.s32 p, $2, 0;
+            @p prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [at + byte, there.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _load_parts(
-    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, landed, taken,
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, picked, landed, taken,
     S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
-    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """The loading warp group: of every row the query, the window, the selected entries, each part once its place is free."""
     H: gl.constexpr = D // 2
@@ -48,10 +65,21 @@ def _load_parts(
     ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 8], words.type.layout)
     ring_scales = scales._reinterpret(gl.int32, [PARTS, 4 * RINGS, D // 256], scales.type.layout)
     at, phase, n = 0, 1, 0
+    if K > 0:
+        C: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        entry = gl.arange(0, picked.shape[0], C)
+        parts = picked._reinterpret(gl.int32, [picked.shape[0] // PICKS, PICKS], picked.type.layout)
+        ahead = gl.load(gslot_ptr + (gl.program_id(0) * K + entry), mask=entry < K, other=-1)
+        if PREFETCH:
+            _prefetch(glob_ptr, ahead, ENTRIES, 4 * RECORD)
+    row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
     for t in range(gl.program_id(0), rows, gl.num_programs(0)):
-        slot, first, end, ring_tiles, pick_tiles = row_range(
-            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
-        )
+        slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
+        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
+        if K > 0:  # the row's slots, loaded a row ahead: one load a part would take its latency a part
+            picked.store(ahead)
+            following = t + gl.num_programs(0)
+            ahead = gl.load(gslot_ptr + (following * K + entry), mask=(entry < K) & (following < rows), other=-1)
         if ring_tiles + pick_tiles > 0:
             source = q_ptr.to(gl.pointer_type(gl.int32)) + (t * (FIRST // 2 + N * H) + FIRST // 2)
             head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, Q)) * H, 1)
@@ -71,42 +99,39 @@ def _load_parts(
                 start = first + tile * TILE + part % (TILE // RINGS) * RINGS
                 p = start + gl.arange(0, RINGS, gl.SliceLayout(1, W))
                 ps = start + gl.arange(0, RINGS, gl.SliceLayout(1, WS))
-                row = gl.expand_dims((p % RING) * WINDOW_RECORD + half * (D // 8), 1)
-                row_s = gl.expand_dims((ps % RING) * WINDOW_RECORD + half * (D // 256), 1)
+                record = gl.expand_dims((p % RING) * WINDOW_RECORD + half * (D // 8), 1)
+                record_s = gl.expand_dims((ps % RING) * WINDOW_RECORD + half * (D // 256), 1)
                 mbarrier.wait(taken.index(at), phase)
                 async_copy.async_copy_global_to_shared(
-                    ring_words.index(at), source + (row + word), mask=gl.expand_dims(p < end, 1)
+                    ring_words.index(at), source + (record + word), mask=gl.expand_dims(p < end, 1)
                 )
                 async_copy.async_copy_global_to_shared(
-                    ring_scales.index(at).slice(0, RINGS), source + (row_s + scale), mask=gl.expand_dims(ps < end, 1)
+                    ring_scales.index(at).slice(0, RINGS), source + (record_s + scale), mask=gl.expand_dims(ps < end, 1)
                 )
                 async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
                 at, phase = _step(at, phase)
             n += 1
         if K > 0:
+            if PREFETCH:
+                _prefetch(glob_ptr, ahead, ENTRIES, 4 * RECORD)
             source = glob_ptr.to(gl.pointer_type(gl.int32))
             word = gl.expand_dims(gl.arange(0, D // 16, gl.SliceLayout(0, G)), 0)
             scale = gl.expand_dims(gl.arange(0, D // 128, gl.SliceLayout(0, GS)), 0) + D // 8
-            k, ks = gl.arange(0, PICKS, gl.SliceLayout(1, G)), gl.arange(0, PICKS, gl.SliceLayout(1, GS))
-            pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
-            pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
             for part in range(2 * pick_tiles * (TILE // PICKS)):
                 half = ((part // (TILE // PICKS)) & 1) ^ (n & 1)
+                index = part // (2 * TILE // PICKS) * (TILE // PICKS) + part % (TILE // PICKS)
+                pick, pick_s = parts.index(index).load(gl.SliceLayout(1, G)), parts.index(index).load(gl.SliceLayout(1, GS))
                 live, live_s = (pick >= 0) & (pick < ENTRIES), (pick_s >= 0) & (pick_s < ENTRIES)
-                row = gl.expand_dims(gl.where(live, pick, 0) * RECORD + half * (D // 16), 1)
-                row_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD + half * (D // 128), 1)
+                record = gl.expand_dims(gl.where(live, pick, 0) * RECORD + half * (D // 16), 1)
+                record_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD + half * (D // 128), 1)
                 mbarrier.wait(taken.index(at), phase)
                 async_copy.async_copy_global_to_shared(
-                    words.index(at), source + (row + word), mask=gl.expand_dims(live, 1)
+                    words.index(at), source + (record + word), mask=gl.expand_dims(live, 1)
                 )
                 async_copy.async_copy_global_to_shared(
-                    scales.index(at), source + (row_s + scale), mask=gl.expand_dims(live_s, 1)
+                    scales.index(at), source + (record_s + scale), mask=gl.expand_dims(live_s, 1)
                 )
                 async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
-                # the next part: the tile's other entries, and after its first half the same again
-                ahead = (part + 1) // (2 * TILE // PICKS) * TILE + (part + 1) % (TILE // PICKS) * PICKS
-                pick = gl.load(gslot_ptr + (t * K + ahead + k), mask=ahead + k < K, other=-1)
-                pick_s = gl.load(gslot_ptr + (t * K + ahead + ks), mask=ahead + ks < K, other=-1)
                 at, phase = _step(at, phase)
                 n += (part + 1) % (2 * TILE // PICKS) == 0
 
@@ -169,11 +194,11 @@ def _take(words, scales, landed, taken, at, phase, W: gl.constexpr, SL: gl.const
 @gluon.jit
 def _decode_parts(
     rows, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
-    asked, answered, ready, free,
+    asked, given, ready, free,
     S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, N_SLOTS: gl.constexpr,
     WINDOW: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """The decoding warp group: of every row the query, once the row before is `answered`, and its tiles, each into buffer
+    """The decoding warp group: of every row the query, once the row before needs its own no more, and its tiles, each into buffer
     n % 2 as soon as that is free. Tiles are counted through all rows."""
     H: gl.constexpr = D // 2
     WORDS: gl.constexpr = we.type.layout
@@ -191,13 +216,15 @@ def _decode_parts(
     pick_scales = scales._reinterpret(gl.uint8, [PARTS, PICKS, D // 32], scales.type.layout)
     even_words = qe._reinterpret(gl.int32, [2, N, H // 4], WORDS)
     odd_words = qo._reinterpret(gl.int32, [2, N, H // 4], WORDS)
-    at, phase, n, query = 0, 0, 0, 0
+    at, phase, n = 0, 0, 0
+    row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
     for t in range(gl.program_id(0), rows, gl.num_programs(0)):
-        slot, first, end, ring_tiles, pick_tiles = row_range(
-            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
-        )
+        slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
+        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
         if ring_tiles + pick_tiles > 0:
-            mbarrier.wait(answered.index(0), query ^ 1)
+            if n > 0:  # the probabilities of the last tile are published: no logit of that row is left to compute
+                last = (n >> 1) - 1
+                mbarrier.wait(given.index(last & 1), (last >> 1) & 1)
             for part in gl.static_range(2 * N // HEADS):
                 mbarrier.wait(landed.index(at), phase)
                 x = q_words.index(at).load(Q2)
@@ -215,7 +242,6 @@ def _decode_parts(
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(asked.index(0), count=1)
-            query ^= 1
         for _ in range(2 * ring_tiles):
             b = (n >> 1) * 2 % 4 + ((n ^ (n >> 1)) & 1)
             x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
@@ -250,7 +276,7 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr, PREFETCH: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """hopper_kernel.attention for ROWS query rows in any number of programs, launched with 4 warps; the second multiplying
@@ -269,6 +295,8 @@ def attention(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, N, TILE], SHARED)
     words = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 16], PLAIN)
     scales = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 128], PLAIN)
+    # the selected entries of a row, -1 behind them
+    picked = gl.allocate_shared_memory(gl.int32, [PADDED], LINE)
     peaks = gl.allocate_shared_memory(gl.float32, [2, N], LINE)
     counts = gl.allocate_shared_memory(gl.int32, [2, TILE], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [4, N], LINE)
@@ -277,11 +305,9 @@ def attention(
     given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     asked = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    answered = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(asked.index(0), count=1)
-    mbarrier.init(answered.index(0), count=1)
     for b in gl.static_range(2):
         mbarrier.init(given.index(b), count=1)
         mbarrier.init(summed.index(b), count=1)
@@ -301,7 +327,7 @@ def attention(
                 attend_half,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
                     scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, LEFT,
                 ),
             ),
@@ -309,7 +335,7 @@ def attention(
                 attend_half,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
                     scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, RIGHT,
                 ),
             ),
@@ -317,14 +343,14 @@ def attention(
                 _decode_parts,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken,
-                    qe, qo, we, wo, asked, answered, ready, free, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
+                    qe, qo, we, wo, asked, given, ready, free, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
                 ),
             ),
             (
                 _load_parts,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
-                    landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS,
+                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PREFETCH,
                 ),
             ),
         ],

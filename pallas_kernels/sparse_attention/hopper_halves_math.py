@@ -17,20 +17,24 @@ from pallas_kernels.sparse_attention.hopper_kernel import LOG2E, SHIFT, TILE
 
 
 @gluon.jit
-def row_range(
-    t, slots_ptr, pos_ptr, start_ptr, end_ptr, S: gl.constexpr, N_SLOTS: gl.constexpr, WINDOW: gl.constexpr,
-    K: gl.constexpr, BOUNDS: gl.constexpr,
+def load_row(
+    t, rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S: gl.constexpr, BOUNDS: gl.constexpr
 ):  # fmt: skip
-    """Of query row t: its ring's slot, the window's first position and end, its tiles of the window and of the selected
-    entries, none for a row that is padding or of an invalid request."""
-    slot = gl.load(slots_ptr + t // S)
-    position = gl.load(pos_ptr + t)
-    valid = (position >= 0) & (slot >= 0) & (slot < N_SLOTS)
-    end = position + 1
-    first = gl.maximum(end - WINDOW, 0)
+    """Of query row t: its ring's slot, its position, and the window's bounds if BOUNDS; t may lie behind the last row."""
+    t = gl.minimum(t, rows - 1)
+    slot, position = gl.load(slots_ptr + t // S), gl.load(pos_ptr + t)
+    start, end = 0, position + 1
     if BOUNDS:
-        end = gl.load(end_ptr + t)
-        first = gl.maximum(gl.maximum(gl.load(start_ptr + t), end - WINDOW), 0)
+        start, end = gl.load(start_ptr + t), gl.load(end_ptr + t)
+    return slot, position, start, end
+
+
+@gluon.jit
+def row_range(slot, position, start, end, N_SLOTS: gl.constexpr, WINDOW: gl.constexpr, K: gl.constexpr):
+    """Of a loaded row: its ring's slot, the window's first position and end, its tiles of the window and of the selected
+    entries, none for a row that is padding or of an invalid request."""
+    valid = (position >= 0) & (slot >= 0) & (slot < N_SLOTS)
+    first = gl.maximum(gl.maximum(start, end - WINDOW), 0)
     ring_tiles = gl.where(valid, (gl.maximum(end - first, 0) + TILE - 1) // TILE, 0)
     return gl.where(valid, slot, 0), first, end, ring_tiles, gl.where(valid, (K + TILE - 1) // TILE, 0)
 
@@ -102,7 +106,7 @@ def _add_other(
 
 @gluon.jit
 def _add_own(
-    n, last, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts, answered, ready, given, free,
+    n, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts, ready, given, free,
     scale_log2: gl.constexpr, N: gl.constexpr, SIDE: gl.constexpr, FIRST: gl.constexpr, SL: gl.constexpr,
     A: gl.constexpr,
 ):  # fmt: skip
@@ -134,8 +138,6 @@ def _add_own(
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(given.index(SIDE), count=1)
-    # the tile before was the other side's, and published: its logits are done too
-    mbarrier.arrive(answered.index(0), count=1, pred=last)
     if not FIRST:
         acc_e, acc_o = warpgroup_mma_wait(0, deps=[acc_e, acc_o])
         gl.thread_barrier()  # every warp of this side has finished with the tile before
@@ -154,7 +156,7 @@ def _add_own(
 @gluon.jit
 def attend_half(
     rows, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
     SIDE: gl.constexpr,
@@ -162,7 +164,7 @@ def attend_half(
     """Warp group SIDE: the logits of every other tile and channels SIDE * D/2 .. of every row's output. Tiles are counted
     through all rows, so that the warp groups take turns from row to row too.
 
-    Barriers: `asked` the row's query lies there; `answered` no logit of it is left to compute; `ready` a tile is
+    Barriers: `asked` the row's query lies there; `ready` a tile is
     decoded; `given` its probabilities and peaks are published; `free` both warp groups are done with it; `summed` a
     side's sums of the row are published. Probabilities and peaks have a buffer a side: it is free again with the
     tile's keys, whose buffer its owner waits for.
@@ -175,10 +177,10 @@ def attend_half(
     LATER_TILE: gl.constexpr = False
     counts = counts.index(SIDE)
     base, query = 0, 0
+    row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
     for t in range(gl.program_id(0), rows, gl.num_programs(0)):
-        slot, first, end, ring_tiles, pick_tiles = row_range(
-            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
-        )
+        slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
+        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
         chosen = gslot_ptr + t * K
         tiles = ring_tiles + pick_tiles
         m = gl.full([N], -1e30, gl.float32, gl.SliceLayout(1, SL))
@@ -192,16 +194,16 @@ def attend_half(
         start = mine
         if (mine == 0) & (tiles > 0):  # there is no tile before
             m, total, acc_e, acc_o = _add_own(
-                base, tiles == 1, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts,
-                answered, ready, given, free, scale_log2, N, SIDE, FIRST_TILE, SL, A,
+                base, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts,
+                ready, given, free, scale_log2, N, SIDE, FIRST_TILE, SL, A,
             )
             there = _counts(2, first, end, ring_tiles, chosen, ENTRIES, K, C)
             start = 2
         for i in range(start, tiles, 2):
             ahead = _counts(i + 2, first, end, ring_tiles, chosen, ENTRIES, K, C)
             m, total, acc_e, acc_o = _add_own(
-                base + i, i + 1 == tiles, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts,
-                answered, ready, given, free, scale_log2, N, SIDE, LATER_TILE, SL, A,
+                base + i, there, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, peaks, counts,
+                ready, given, free, scale_log2, N, SIDE, LATER_TILE, SL, A,
             )
             there = ahead
         base += tiles

@@ -31,7 +31,7 @@ def _step(at, phase):
 
 @gluon.jit
 def _load_parts(
-    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, landed, taken,
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, picked, landed, taken,
     S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
 ):  # fmt: skip
@@ -47,10 +47,19 @@ def _load_parts(
     ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 4], words.type.layout)
     ring_scales = scales._reinterpret(gl.int32, [PARTS, 4 * RINGS, D // 128], scales.type.layout)
     at, phase = 0, 1
+    if K > 0:
+        C: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        entry = gl.arange(0, picked.shape[0], C)
+        parts = picked._reinterpret(gl.int32, [picked.shape[0] // PICKS, PICKS], picked.type.layout)
+        ahead = gl.load(gslot_ptr + (gl.program_id(0) * K + entry), mask=entry < K, other=-1)
     for t in range(gl.program_id(0), rows, gl.num_programs(0)):
         slot, first, end, ring_tiles, pick_tiles = row_range(
             t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
         )
+        if K > 0:  # the row's slots, loaded a row ahead: one load a part would take its latency a part
+            picked.store(ahead)
+            following = t + gl.num_programs(0)
+            ahead = gl.load(gslot_ptr + (following * K + entry), mask=(entry < K) & (following < rows), other=-1)
         if ring_tiles + pick_tiles > 0:
             source = q_ptr.to(gl.pointer_type(gl.int32)) + (t * (FIRST // 2 + N * H) + FIRST // 2)
             head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, W)) * H, 1)
@@ -81,11 +90,8 @@ def _load_parts(
             source = glob_ptr.to(gl.pointer_type(gl.int32))
             word = gl.expand_dims(gl.arange(0, D // 8, gl.SliceLayout(0, G)), 0)
             scale = gl.expand_dims(gl.arange(0, D // 64, gl.SliceLayout(0, GS)), 0) + D // 8
-            k, ks = gl.arange(0, PICKS, gl.SliceLayout(1, G)), gl.arange(0, PICKS, gl.SliceLayout(1, GS))
-            pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
-            pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
             for part in range(pick_tiles * (TILE // PICKS)):
-                k, ks = k + PICKS, ks + PICKS
+                pick, pick_s = parts.index(part).load(gl.SliceLayout(1, G)), parts.index(part).load(gl.SliceLayout(1, GS))
                 live, live_s = (pick >= 0) & (pick < ENTRIES), (pick_s >= 0) & (pick_s < ENTRIES)
                 row = gl.expand_dims(gl.where(live, pick, 0) * RECORD, 1)
                 row_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD, 1)
@@ -97,8 +103,6 @@ def _load_parts(
                     scales.index(at), source + (row_s + scale), mask=gl.expand_dims(live_s, 1)
                 )
                 async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
-                pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
-                pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
                 at, phase = _step(at, phase)
 
 
@@ -239,7 +243,7 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """hopper_kernel.attention for ROWS query rows in any number of programs, launched with 4 warps; the second multiplying
@@ -258,6 +262,8 @@ def attention(
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [N, TILE], SHARED)
     words = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 8], PLAIN)
     scales = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 64], PLAIN)
+    # the selected entries of a row, -1 behind them
+    picked = gl.allocate_shared_memory(gl.int32, [PADDED], LINE)
     peaks = gl.allocate_shared_memory(gl.float32, [N], LINE)
     counts = gl.allocate_shared_memory(gl.int32, [2, TILE], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [4, N], LINE)
@@ -312,7 +318,7 @@ def attention(
                 _load_parts,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
-                    landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS,
+                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS,
                 ),
             ),
         ],

@@ -135,8 +135,6 @@ def deviceless_case(name: str):
         "": hopper.sparse_attention, "hopper": hopper.sparse_attention, "one_pass": one_pass.sparse_attention,
         "hopper_halves": functools.partial(hopper.persistent, cut=hopper.HALVES),
         "hopper_persistent": hopper.persistent,
-        "hopper_staged": functools.partial(hopper.staged, cut=hopper.STAGED),
-        "hopper_alternate": functools.partial(hopper.staged, cut=hopper.ALTERNATE),
     }[implementation]  # fmt: skip
     spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code
