@@ -208,25 +208,6 @@ def adjust_logits(
     return jnp.where(banned, -jnp.inf, logits)
 
 
-def largest(
-    adjusted,  # f32[..., V] of adjust_logits
-    logits,  # f32[..., V] before it
-):
-    """(i32[...], bool[...]): the lowest index of the largest adjusted logit, of the first NaN where there is one; whether every
-    logit is finite. One pass over the logits, where XLA would make one for each."""
-    axis = logits.ndim - 1
-
-    def pick(a, b):
-        (x, i, f), (y, j, g) = a, b
-        larger = (x > y) | (jnp.isnan(x) & ~jnp.isnan(y))
-        same = (x == y) | (jnp.isnan(x) & jnp.isnan(y))
-        return jnp.where(larger | same, x, y), jnp.where(larger | (same & (i < j)), i, j), f & g
-
-    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis)
-    first = jnp.float32(-jnp.inf), jnp.int32(0), jnp.bool_(True)
-    return jax.lax.reduce((adjusted, index, jnp.isfinite(logits)), first, pick, (axis,))[1:]
-
-
 def target_log_probs(
     logits,  # f32[B, S, V] from adjust_logits
     batch: SamplingBatch,

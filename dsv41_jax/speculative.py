@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dsv41_jax import sampling
 from dsv41_jax.sampling import ACCEPT, DRAFT, TARGET, SamplingBatch
+from pallas_kernels.ordering import argmax
 from pallas_kernels.row_tiles import in_row_tiles
 
 
@@ -27,7 +28,7 @@ def choose_draft(
     batch: SamplingBatch,
 ):
     """i32[B]: the drafted token: argmax for greedy requests, else a draw at the request's temperature (no other filter)."""
-    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    greedy, _ = argmax(logits)
     if not batch.draws:
         return greedy
     scaled = logits / jnp.where(batch.stochastic, batch.temperature, 1.0)[:, None]
@@ -58,7 +59,7 @@ def verify(
     gamma = n - 1
     positions = first_position[:, None] + jnp.arange(n, dtype=jnp.int32)
     logits = sampling.adjust_logits(target_logits, positions, batch)
-    greedy, seen = sampling.largest(logits, target_logits)
+    greedy, seen = argmax(logits, jnp.isfinite(target_logits))  # one pass over the logits
     agreed = draft_tokens == greedy[:, :gamma]
     if batch.draws:
         accepted, following = _rejection(logits, draft_tokens, draft_logits, positions, agreed, greedy, batch)

@@ -41,6 +41,23 @@ def largest(keys, k: int):
     return above | (level & (jnp.cumsum(level, -1, dtype=jnp.int32) <= places))
 
 
+def argmax(x, holds=True):
+    """(i32[...], bool[...]) of f32[..., N]: the lowest index of the largest value, -0 equal to 0, or of the first NaN where
+    there is one; and whether `holds`, bool[..., N], is true all along. One pass, the same result in any order of it: of two
+    NaN `jnp.argmax` takes the one that its reduction meets first, on a GPU not the lower index."""
+    axis = x.ndim - 1
+
+    def pick(a, b):
+        (x, i, f), (y, j, g) = a, b
+        larger = (x > y) | (is_nan(x) & ~is_nan(y))
+        same = (x == y) | (is_nan(x) & is_nan(y))
+        return jnp.where(larger | same, x, y), jnp.where(larger | (same & (i < j)), i, j), f & g
+
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    start = jnp.float32(-jnp.inf), jnp.int32(0), jnp.bool_(True)
+    return jax.lax.reduce((x, index, jnp.broadcast_to(holds, x.shape)), start, pick, (axis,))[1:]
+
+
 def compact(kept, k: int):
     """bool[T, N] -> (i32[T, k] indices of the first k true columns, ascending, -1 at the tail, i32[T] their number)."""
     running = jnp.cumsum(kept, -1, dtype=jnp.int32)

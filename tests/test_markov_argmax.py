@@ -107,7 +107,7 @@ def test_the_drafter_proposes_the_same_without_logits(monkeypatch):
 def test_chooses_and_refuses_with_a_reason():
     base, embedded, weight = TINY.make_inputs(0)
     call = functools.partial(markov_argmax, impl="one_read")
-    assert "never timed" in explain(base, embedded, weight, arch="sm_90")["one_read"]
+    assert all(explain(base, embedded, weight, arch=arch)["chosen"] == "one_read" for arch in one_read.ARCHES)
     assert explain(base, embedded, weight, arch="cpu")["chosen"] == "reference"
     with pytest.raises(ValueError, match="float32"):
         call(base, embedded.astype(jnp.float32), weight)
@@ -148,4 +148,4 @@ def test_kernel_equals_definition_on_the_gpu(spec):
     got = np.asarray(markov_argmax(base, *inputs[1:], **spec.options, impl="one_read"))
     logits = np.asarray(base[spec.first :]) + np.asarray(inputs[1], np.float32) @ np.asarray(inputs[2], np.float32).T
     chosen = np.take_along_axis(logits, got[:, None], 1)[:, 0]
-    np.testing.assert_allclose(chosen, logits.max(1), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(chosen, logits.max(1), rtol=0, atol=1e-4)  # exact products of integers, one rounding

@@ -14,7 +14,7 @@ from dsv41_jax.options import DecodeOptions
 from dsv41_jax.plan import plan_step
 from dsv41_jax.precision import FLOAT32, RELEASED
 from pallas_kernels.fp8_round_trip import fp8_round_trip
-from pallas_kernels.qkv_producer import api, explain, merges, one_launch, qkv_producer, reference
+from pallas_kernels.qkv_producer import apart, api, explain, merges, one_launch, qkv_producer, reference
 from pallas_kernels.qkv_producer.specs import SPECS
 from pallas_kernels.row_ops import rms_norm
 from pallas_kernels.window_store import one_pass as window_store
@@ -105,14 +105,14 @@ def test_layers_compute_the_same_with_the_merged_launch(monkeypatch):
         out = attention.attention(u, params.layers[layer.index].attn, layer, pools, carry, plan, c, precision, options)
         return out, pools.window[layer.index], carry.selection.indices
 
-    kernel, rest = api.IMPLEMENTATIONS
+    kernel, *rest = api.IMPLEMENTATIONS
     rounds = []
 
     def run(*arguments, **static):
         rounds.append(static["round_trip"])
         return one_launch.qkv_producer(*arguments, **static, interpret=True)
 
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (dataclasses.replace(kernel, run=run), rest))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (dataclasses.replace(kernel, run=run), *rest))
     want = jax.jit(functools.partial(attend, impl="auto"))(u)
     assert not rounds and (np.asarray(want[2]) >= 0).any() and np.asarray(want[1]).any()
     got = jax.jit(functools.partial(attend, impl="one_launch"))(u)
@@ -125,8 +125,11 @@ def test_layers_compute_the_same_with_the_merged_launch(monkeypatch):
 def test_chooses_and_refuses_with_a_reason():
     inputs = TINY.make_inputs(0)
     static = {"eps": 1e-6, "round_trip": True}
-    assert "never timed" in explain(*inputs, **static, arch="sm_103")["one_launch"]
+    assert "by name only" in explain(*inputs, **static, arch="sm_103")["one_launch"]
+    assert explain(*inputs, **static, arch="sm_103")["chosen"] == "apart"
     assert explain(*inputs, **static, arch="cpu")["chosen"] == "reference"
+    assert_same_bits(map(np.asarray, apart.qkv_producer(*inputs, **static)),
+                     map(np.asarray, reference.qkv_producer(*inputs, **static)))  # fmt: skip
     assert merges(*inputs, **static, impl="one_launch") and not merges(*inputs, **static, arch="sm_90")
     call = lambda impl="one_launch", **values: qkv_producer(*changed(inputs, **values), **static, impl=impl)
     with pytest.raises(ValueError, match="float32"):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from dsv41_jax import sampling
 from dsv41_jax.sampling import ACCEPT, DRAFT, TARGET, SamplingParams, pack_sampling
+from pallas_kernels.ordering import argmax
 
 
 def _numpy_target(logits, s: SamplingParams):
@@ -113,7 +114,7 @@ def test_too_many_biases_for_the_table_is_an_error():
         pack_sampling([SamplingParams(logit_bias=((1, 1.0),))], [0], eos=1, bias_width=0)
 
 
-def test_largest_takes_the_first_of_equals_and_of_nan_and_sees_what_is_not_finite():
+def test_argmax_takes_the_first_of_equals_and_of_nan_and_sees_what_is_not_finite():
     rng = np.random.default_rng(2)
     logits = rng.integers(-3, 4, (7, 2, 700)).astype(np.float32)
     logits[1, 0, 50:] = logits[1, 1, 600] = np.nan
@@ -122,7 +123,7 @@ def test_largest_takes_the_first_of_equals_and_of_nan_and_sees_what_is_not_finit
     logits[4, 0], logits[4, 0, 5], logits[4, 0, 4] = -0.0, 0.0, -np.inf
     banned = logits.copy()
     banned[5, 0, logits[5, 0] == 3] = banned[1, 1, 600] = -np.inf
-    got, finite = sampling.largest(jnp.asarray(banned), jnp.asarray(logits))
+    got, finite = argmax(jnp.asarray(banned), jnp.isfinite(jnp.asarray(logits)))
     np.testing.assert_array_equal(got, np.argmax(banned, -1))  # numpy takes the first NaN too
     np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
     assert got.dtype == jnp.int32 and got[1, 0] == 50 and got[4, 0] == 0

@@ -13,7 +13,7 @@ from dsv41_jax.moe import LocalExchange, moe
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.precision import FLOAT32, RELEASED
 from pallas_kernels.fp8_round_trip import fp8_round_trip
-from pallas_kernels.swiglu import api, explain, fuses, one_pass, reference, swiglu
+from pallas_kernels.swiglu import apart, api, explain, fuses, one_pass, reference, swiglu
 from pallas_kernels.swiglu.specs import SPECS, SwigluSpec
 from tests import deviceless
 from tests import model_harness as harness
@@ -72,16 +72,14 @@ def test_limits_clamp_and_a_row_stands_alone():
 def test_the_shared_expert_is_the_same_with_the_kernel(monkeypatch):
     """Its second product rounds its rows no second time, in `released`; elsewhere the kernel would not fit."""
     c, params = harness.config("all_kinds"), harness.params("all_kinds")
-    kernel, rest = api.IMPLEMENTATIONS
+    kernel, *rest = api.IMPLEMENTATIONS
     rounds = []
 
     def run(x, **static):
         rounds.append(static["round_trip"])
-        return one_pass_swiglu(x, **static, interpret=True)
+        return one_pass.swiglu(x, **static, interpret=True)
 
-    one_pass_swiglu = one_pass.swiglu
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (dataclasses.replace(kernel, run=run), rest))
-    monkeypatch.setattr(one_pass, "swiglu", run)
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (dataclasses.replace(kernel, run=run), *rest))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, c.hidden_size)), jnp.bfloat16)
 
     def hidden(x, impl, precision=RELEASED):
@@ -98,8 +96,11 @@ def test_the_shared_expert_is_the_same_with_the_kernel(monkeypatch):
 
 def test_chooses_and_refuses_with_a_reason():
     (x,) = TINY.make_inputs(0)
-    assert "never timed" in explain(x, limit=10.0, arch="sm_90")["one_pass"]
+    assert "by name only" in explain(x, limit=10.0, arch="sm_90")["one_pass"]
+    assert explain(x, limit=10.0, arch="sm_90")["chosen"] == "apart"
     assert explain(x, limit=10.0, arch="cpu")["chosen"] == "reference"
+    want = reference.swiglu(x, limit=10.0, round_trip=True)
+    np.testing.assert_array_equal(np.asarray(apart.swiglu(x, limit=10.0, round_trip=True)), np.asarray(want))
     assert fuses(x, limit=10.0, impl="one_pass") and not fuses(x, limit=10.0, arch="sm_90")
     with pytest.raises(ValueError, match="float32"):
         swiglu(x.astype(jnp.float32), limit=10.0, impl="one_pass")

@@ -6,7 +6,7 @@ from ..registry import Implementation, resolve
 from . import one_read, reference
 
 IMPLEMENTATIONS = (
-    Implementation("one_read", one_read.markov_argmax, one_read.ARCHES, one_read.refuses, by_name_only=one_read.UNMEASURED),
+    Implementation("one_read", one_read.markov_argmax, one_read.ARCHES, one_read.refuses),
     Implementation("reference", reference.markov_argmax),
 )
 
@@ -33,7 +33,7 @@ def markov_argmax(
 ):
     """i32[B]: argmax over v of base[first + b, v] + sum_r embedded[b, r] * weight[v, r], summed in fp32.
 
-    The lowest index of equals, -0 and 0 being equal; where there are NaN the first of them, as `jnp.argmax`. The other rows
+    The lowest index of equals, -0 and 0 being equal; where there are NaN the first of them (`ordering.argmax`). The other rows
     of `base` are not read, and a row's result does not depend on other rows.
     Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md section 11, spec/decode.md B2."""
     _validate(base, embedded, weight, first)

@@ -22,7 +22,6 @@ STAGES = 4  # tiles of weights on their way: 96 kB on a multiprocessor of an H20
 LEAST_ROWS, MOST_ROWS = 16, 128  # of one product; fewer are filled up with the last
 RANKS = (32, 64, 128, 256)
 LEAST = -(2**31)  # below the key of every number
-UNMEASURED = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
 
 
 def refuses(base, embedded, weight, *, first):

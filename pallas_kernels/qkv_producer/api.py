@@ -3,11 +3,12 @@
 from ..codecs import GROUP
 from ..registry import Implementation, resolve
 from ..window_store.api import validate as validate_window
-from . import one_launch, reference
+from . import apart, one_launch, reference
 
 IMPLEMENTATIONS = (
     Implementation("one_launch", one_launch.qkv_producer, one_launch.ARCHES, one_launch.refuses,
-                   by_name_only=one_launch.UNMEASURED),
+                   by_name_only=one_launch.OPTIONAL),
+    Implementation("apart", apart.qkv_producer, one_launch.ARCHES),
     Implementation("reference", reference.qkv_producer),
 )  # fmt: skip
 
@@ -37,7 +38,7 @@ def qkv_producer(
 
     q = RMSNorm(front[:, :Q]), rounded to dtype; round_trip: then through FP8 with one scale per 32 channels, as QB's product
     wants it. pool: `window_store` of the same rows with first = Q. Rows without a slot have queries like any other.
-    "reference" is the definition; a step without the merged launch runs the operators that it is made of (`merges`).
+    A step without the merged launch runs the operators that "apart" is made of, each as its own options say (`merges`).
     Raises ValueError for shapes or dtypes that do not fit. Source: spec/model.md sections 4 and 5, spec/decode.md A8."""
     arguments = (pool, front, query_norm, norm, cos, sin, slots, positions)
     _validate(*arguments)
@@ -49,7 +50,7 @@ def merges(*arguments, eps: float, round_trip: bool, impl: str = "auto", arch: s
     """Whether both halves are one launch here. Arguments and errors as above."""
     _validate(*arguments)
     chosen, _ = resolve("qkv_producer", IMPLEMENTATIONS, impl, arch, *arguments, eps=eps, round_trip=round_trip)
-    return chosen.name != "reference"
+    return chosen.name == "one_launch"
 
 
 def explain(*arguments, eps: float, round_trip: bool, arch: str | None = None) -> dict[str, str]:

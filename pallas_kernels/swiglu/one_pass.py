@@ -14,7 +14,7 @@ from ..triton_rows import fp8_rounded
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 MOST_GROUPS = 64  # of one program: 2048 results
-UNMEASURED = "it has not run on a GPU yet: interpreted and compiled without one, never timed"
+NO_GAIN = "on an H200 a step of six layers was 0.2 ms longer with it, which is as much as the same step differs from itself"
 
 
 def refuses(gate_up, *, limit, round_trip):
