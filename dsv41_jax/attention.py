@@ -20,6 +20,8 @@ from pallas_kernels.sparse_attention.api import sparse_attention
 from pallas_kernels.sparse_plan.api import SparsePlan
 from pallas_kernels.window_store.api import window_store
 
+_ALIGNED = 256  # bytes; what Mosaic GPU asks of every array that a kernel reads
+
 
 @dataclasses.dataclass
 class Pools:
@@ -47,8 +49,11 @@ def project_window(
     options: DecodeOptions,
 ):
     """dtype[T, D]: the window KV columns of the front product alone (draft commits need no queries)."""
-    rows = slice(c.q_lora_rank, None)
-    weight, scale = params.front.weight[...][rows], params.front.scale[...][c.q_lora_rank // codecs.GROUP :]
+    first = c.q_lora_rank // codecs.GROUP
+    weight, scale = params.front.weight[...][c.q_lora_rank :], params.front.scale[...][first:]
+    if first * scale.shape[1] % _ALIGNED:
+        # XLA hands a kernel the place of a slice, and Mosaic's refuse one that is not aligned: these scales are copied
+        scale = jax.lax.optimization_barrier(scale)
     return fp8_matmul(x, weight, scale, p, options)
 
 

@@ -8,6 +8,7 @@ stay small and a defect does not; the CPU test at the end shows both.
 """
 
 import functools
+import re
 
 import golden_data
 import jax
@@ -37,8 +38,9 @@ from pallas_kernels import registry
 REFERENCE, AUTO = DecodeOptions("reference"), DecodeOptions()
 FAKE = {options: DecodeOptions(options.default_implementation, fake_balance_experts=True) for options in (REFERENCE, AUTO)}
 ALONE = [(op, name) for op in OPERATORS for name in ks.kernels(op)]
+PICKED = [(op, name) for op, name in ALONE if not ks.implementations(op)[name].by_name_only]
 # every bit is in their contract (markov_argmax: but for near ties): what is left is XLA, which fuses the rest otherwise
-EXACT = {"candidate_blocks", "expert_plan", "fp8_round_trip", "global_producer", "index_query", "markov_argmax", "select_tokens",
+EXACT = {"candidate_blocks", "fp8_round_trip", "global_producer", "index_query", "markov_argmax", "select_tokens",
          "sparse_plan", "window_store"}  # fmt: skip
 _POOLS = ("window", "draft_window", "global_kv", "index", "pending")
 # A sublayer quantises what it reads two or three times to FP8: one bf16 rounding in a hundred moved anywhere in it is 1 to 3 %
@@ -203,8 +205,7 @@ def check_golden_kernels(taken, precision: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", PASSES)
-@pytest.mark.parametrize("precision", ["float32_cache", "released"])
+@pytest.mark.parametrize("precision, way", [("float32_cache", "one chunk"), ("released", "one chunk"), ("released", "token by token")])
 def test_golden_prompt_on_a_gpu(precision, way):
     """Both sides share their weights. float32_cache: within what a rounding of the cache does (test_model_golden);
     released: nearer to each other than the recording's own precision is to either."""
@@ -243,22 +244,16 @@ def test_kernels_that_take_the_golden_shapes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op, name", ALONE, ids=[f"{op}-{name}" for op, name in ALONE])
+@pytest.mark.parametrize("op, name", PICKED, ids=[f"{op}-{name}" for op, name in PICKED])
 def test_each_operator_alone_on_a_gpu(op, name):
-    try:
-        compared(ks.alone(op, name), EXACT_BOUNDS if op in EXACT else BOUNDS)
-    except ValueError as error:  # one that no step takes unless it is asked for may be for some of the operator's uses only
-        if not ks.implementations(op)[name].by_name_only or "does not take these arguments" not in str(error):
-            raise
-        pytest.skip(str(error))
+    """Of the kernels that a step takes without being asked for them by name."""
+    compared(ks.alone(op, name), EXACT_BOUNDS if op in EXACT else BOUNDS)
 
 
 @pytest.mark.gpu
 def test_all_operators_together_on_a_gpu():
+    want = reference_run(False)
     with ks.recorded() as taken:
-        want = ks.run(REFERENCE)
-        assert all(list(told) == ["reference"] for told in taken.values())
-        taken.clear()
         got = ks.run(AUTO, want.residuals)
     print({op: list(told) for op, told in taken.items()})
     assert ks.left_to_xla(taken) == {}
@@ -315,11 +310,28 @@ def step_case(requests: str):
 ODD = 128 * 37
 
 
+def unaligned_slices(hlo: str) -> list[str]:
+    """Slices that XLA lets a Mosaic kernel read in place though they do not start at a multiple of 256 bytes, which its
+    launch refuses. Every other array of a step does: arguments and what XLA allocates."""
+    found = []
+    for ops in hlo_report.computations(hlo)[1].values():
+        slices = {op.name: op for op in ops if op.opcode == "slice"}
+        for op in (op for op in ops if 'custom_call_target="mosaic_gpu' in op.line):
+            for name in set(re.findall(r"%([\w.\-]+)", op.line.split("custom_call_target")[0])) & set(slices):
+                first, last = map(int, re.search(r"slice=\{\[(\d+):(\d+)\]", slices[name].line).groups())
+                if slices[name].sizes[0] // (last - first) * first % 256:
+                    found.append(slices[name].line.strip())
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 def test_compiled_step_holds_no_copy_of_a_pool():
-    """64 requests, every operator on its Hopper kernel."""
+    """64 requests, every operator on its Hopper kernel. The scales of the window's columns, which a commit slices off, start
+    at byte 128 here: XLA has to copy them."""
     built = compile_all("sm_90a", "test_model_kernels:step_case", (str(REQUESTS),), timeout=600)[str(REQUESTS)]
+    assert unaligned_slices(built.hlo) == []
+    assert ks.NARROW.q_lora_rank // 32 * (ks.NARROW.hidden_size // 32) == 128
     state = jax.eval_shape(lambda: ks.random_state(REQUESTS, capacity=ODD))
     pools = {("u8", x.size) for pool in _POOLS[:4] for x in jax.tree.leaves(getattr(state, pool))}
     assert hlo_report.pool_copies(built.hlo, pools) == []
