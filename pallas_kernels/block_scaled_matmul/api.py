@@ -1,7 +1,5 @@
 """Product with a block-scaled FP8 weight (spec/model.md section 4)."""
 
-import functools
-
 import jax.numpy as jnp
 
 from ..codecs import GROUP, cdiv
@@ -9,10 +7,6 @@ from ..registry import Implementation, resolve
 from . import blackwell, hopper, reference
 
 IMPLEMENTATIONS = (
-    Implementation("hopper_pair", functools.partial(hopper.block_scaled_matmul, pair=2), ("sm_90",), hopper.refuses_pairs,
-                   hopper.UNMEASURED),
-    Implementation("hopper_pair_192", functools.partial(hopper.block_scaled_matmul, pair=2, maths=(3,)), ("sm_90",),
-                   hopper.refuses_pairs, hopper.UNMEASURED),
     Implementation("hopper", hopper.block_scaled_matmul, ("sm_90",), hopper.refuses),
     Implementation("blackwell", blackwell.block_scaled_matmul, ("sm_100", "sm_103"), blackwell.refuses),
     Implementation("reference", reference.block_scaled_matmul),

@@ -29,7 +29,6 @@ SHARED_BYTES = 226 * 1024  # of 227 KiB; the rest holds barriers
 H200_SMS = 132
 CHUNK = 64  # channels of a pipeline stage
 MOST_COLUMNS = 192  # rows of x that a tile's accumulators leave registers for
-UNMEASURED = "no GPU has run it yet"
 STEP = 2 * CHUNK  # channels of one turn of the loop: four scale bytes, one word
 
 
@@ -39,8 +38,7 @@ class Tile:
 
     n: rows of x a tile. math: warpgroups of 64 weight rows a block. splits: blocks of a cluster that share a tile's
     channels. stages: of the pipeline, as many as fit if None. registers: of a thread of the producer and of a math
-    warpgroup, where they are not all given the same. pair: neighbouring tiles of weight rows in a cluster, whose blocks
-    each read a part of the rows of x for all of them.
+    warpgroup, where they are not all given the same.
     """
 
     n: int
@@ -48,7 +46,6 @@ class Tile:
     splits: int = 1
     stages: int | None = None
     registers: tuple[int, int] | None = None
-    pair: int = 1
 
     @property
     def rows(self) -> int:
@@ -72,8 +69,6 @@ class Tile:
             return f"expected at most 256 columns, a multiple of 8 for each of {self.splits} blocks"
         if self.depth < 2 or self.splits > 1 and self.depth * CHUNK * 2 < self.rows * 4:
             return f"{self.depth} stages are too few"
-        if self.pair > 1 and (self.splits < 2 or groups > 1 or self.pair * self.splits > 8 or self.n % (8 * self.pair)):
-            return f"{self.pair} tiles share rows of x: expected one group, 2 to {8 // self.pair} splits"
         return None
 
 
@@ -118,12 +113,6 @@ def _meet():
     ptx.cluster_barrier()
 
 
-def _meet_warpgroup():
-    from . import ptx
-
-    ptx.warpgroup_barrier()
-
-
 def _scale_word(s_ref, row, k):
     """The four scale bytes of step k for the calling warp's rows of the tile that starts at `row`."""
     from . import ptx
@@ -136,7 +125,7 @@ def _scale_word(s_ref, row, k):
     return ptx.word_array([ptx.load_word(ptx.offset_address(ptx.gmem_address(s_ref), at, 1))])
 
 
-def _sum_over_cluster(tile: Tile, total, x_ref, part, pair):
+def _sum_over_cluster(tile: Tile, total, x_ref, part):
     """The sums of this block's columns, parts added in the order of the blocks' channels."""
     from . import ptx
 
@@ -148,8 +137,7 @@ def _sum_over_cluster(tile: Tile, total, x_ref, part, pair):
     mine = ptx.add(ptx.smem_address(x_ref), ptx.add(ptx.mul(ptx.warpgroup(), 2048), ptx.mul(thread, 16)))
     part = ptx.scalar(part)
     at = ptx.add(mine, ptx.mul(part, size))
-    rank = lambda owner: ptx.add(ptx.scalar(pair), ptx.const(owner * tile.pair))  # the last cluster axis varies first
-    remote = [ptx.remote_address(at, rank(owner)) for owner in range(tile.splits)]
+    remote = [ptx.remote_address(at, owner) for owner in range(tile.splits)]
     for turn in range(tile.splits):  # every block sends to another one at a time: each receives from one
         for sender in range(tile.splits):
             owner, here = (sender + turn) % tile.splits, ptx.xor(part, sender)
@@ -209,7 +197,7 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
     steps, n_tiles = inner // STEP, cdiv(rows, n)
     if reason := tile.misfit(outputs, groups):
         raise ValueError(f"block_scaled_matmul: {tile}: {reason}")
-    items = cdiv(outputs, tile.rows * tile.pair) * n_tiles
+    items = cdiv(outputs, tile.rows) * n_tiles
     clusters = items if tile.splits > 1 else min(items, sms)
     per_group, wide = outputs // groups, out_dtype == jnp.float32
     strided = lambda count: plgpu.Layout.WG_STRIDED((count,), vec_size=1)
@@ -229,15 +217,14 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
         for c in (0, 1)
     ]
     drain, settle = inline((left,), None, _drain), inline((regs, left), sums, _settle)
-    meet, meet_warpgroup = inline((), None, _meet), inline((), None, _meet_warpgroup)
+    meet = inline((), None, _meet)
     scale_word = inline((any_ref, splat, splat), array(one, 128, jnp.int32), _scale_word)
-    sum_over_cluster = inline((regs, x_ref, splat, splat), own_sums, lambda *a: _sum_over_cluster(tile, *a))
+    sum_over_cluster = inline((regs, x_ref, splat), own_sums, lambda *a: _sum_over_cluster(tile, *a))
     stage_out = inline((own, x_ref), None, _stage_out)
     store_floats = inline((own, any_ref, splat, splat), None, lambda *a: _store_floats(tile, (rows, outputs), *a))
 
     def body(x_gmem, w_gmem, s_gmem, out_gmem, x_smem, w_smem, full, empty, out_smem=None):
         wg, cluster, part = (jax.lax.axis_index(name) for name in ("wg", "cluster", "part"))
-        pair = jax.lax.axis_index("pair") if tile.pair > 1 else 0
         mine = over(items - cluster + clusters - 1, clusters)
         after = lambda slot: jnp.where(slot == stages - 1, 0, slot + 1)
         begin, end = (over(steps * (part + i), tile.splits) for i in (0, 1))
@@ -245,7 +232,7 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
         def place(i):
             """(first weight row, first row of x) of this block's i-th tile."""
             index = cluster + i * clusters
-            return (over(index, n_tiles) * tile.pair + pair) * tile.rows, jax.lax.rem(index, jnp.int32(n_tiles)) * n
+            return over(index, n_tiles) * tile.rows, jax.lax.rem(index, jnp.int32(n_tiles)) * n
 
         def produce():
             if tile.registers:
@@ -265,8 +252,7 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
                     bar, own = full.at[slot], pl.ds(k * CHUNK, CHUNK)
                     plgpu.copy_gmem_to_smem(w_gmem.at[pl.ds(row, tile.rows), own], w_smem.at[slot], bar)
                     channels = pl.ds(channel + k * CHUNK, CHUNK)
-                    shared = {"collective_axes": "pair"} if tile.pair > 1 else {}
-                    plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, n), channels], x_smem.at[slot], bar, **shared)
+                    plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, n), channels], x_smem.at[slot], bar)
                     return after(slot), jnp.minimum(filled + 1, stages)
 
                 return jax.lax.fori_loop(2 * begin, 2 * end, step, state)
@@ -280,11 +266,6 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
             if tile.registers:
                 plgpu.set_max_registers(tile.registers[1], action="increase")
 
-            def release(slot, **when):
-                if tile.pair > 1:  # one thread speaks for its warpgroup there
-                    meet_warpgroup()
-                plgpu.barrier_arrive(empty.at[slot], **when)
-
             def item(i, slot):
                 row, first = place(i)
 
@@ -296,11 +277,11 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
                     plgpu.barrier_wait(full.at[slot])
                     total, first_held = issue[0](w_smem.at[slot], x_smem.at[slot], word, total)
                     drain(held)
-                    release(before, predicate=k > begin)
+                    plgpu.barrier_arrive(empty.at[before], predicate=k > begin)
                     plgpu.barrier_wait(full.at[second])
                     total, held = issue[1](w_smem.at[second], x_smem.at[second], word, total)
                     drain(first_held)
-                    release(slot)
+                    plgpu.barrier_arrive(empty.at[slot])
                     return after(second), total, held, following
 
                 zero = plgpu.layout_cast(jnp.zeros((64 * n,), jnp.float32), regs)
@@ -308,9 +289,9 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
                 start = (slot, zero, none, scale_word(s_gmem, row, begin))
                 slot, total, held, _ = jax.lax.fori_loop(begin, end, step, start)
                 total = settle(total, held)
-                release(jnp.where(slot == 0, stages - 1, slot - 1))
+                plgpu.barrier_arrive(empty.at[jnp.where(slot == 0, stages - 1, slot - 1)])
                 if tile.splits > 1:
-                    total = sum_over_cluster(total, x_smem.at[0], jnp.int32(part), jnp.int32(pair))
+                    total = sum_over_cluster(total, x_smem.at[0], jnp.int32(part))
                     first += part * tile.columns
                 if wide:
                     store_floats(total, out_gmem, row, first)
@@ -333,8 +314,6 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=math, num_barriers=stages),
     )
-    if tile.pair > 1:  # a buffer is filled from two blocks, so both must have read it
-        scratch["empty"] = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=math, num_barriers=stages)
     if not wide:
         scratch["out_smem"] = plgpu.SMEM((math, tile.columns, 64), jnp.bfloat16, transforms=(swizzle,))
     return plgpu.kernel(
@@ -346,8 +325,8 @@ def product(x, w, s, *, tile: Tile, groups: int, out_dtype, sms: int):
         ),
         grid=(clusters,),
         grid_names=("cluster",),
-        cluster=(tile.splits, tile.pair)[: 1 + (tile.pair > 1)],
-        cluster_names=("part", "pair")[: 1 + (tile.pair > 1)],
+        cluster=(tile.splits,),
+        cluster_names=("part",),
         num_threads=math + 1,
         thread_name="wg",
         kernel_name="block_scaled_matmul",
@@ -360,18 +339,18 @@ def splits(outputs: int, inner: int) -> int:
     return 4 if outputs <= 2048 and inner >= 2048 else 1
 
 
-def choose(rows: int, outputs: int, inner: int, groups: int, sms: int, pair: int = 1, maths=(2, 3)) -> Tile:
+def choose(rows: int, outputs: int, inner: int, groups: int, sms: int) -> Tile:
     """The tile that is done first by a count of cycles: a chunk costs its tensor instructions or its expansion, a tile
-    some 2500 more, and blocks come in whole waves. pair: of the tile. maths: warpgroups to choose from."""
+    some 2500 more, and blocks come in whole waves."""
     parts = splits(outputs, inner)
     best = None
-    for math in maths:
+    for math in (2, 3):
         for count in range(cdiv(rows, MOST_COLUMNS), cdiv(rows, 96) + 1):
             n = round_up(cdiv(rows, count), 8 * parts)
-            tile = Tile(n=n, math=math, splits=parts, registers=(32, 160) if math == 3 else None, pair=pair)
+            tile = Tile(n=n, math=math, splits=parts, registers=(32, 160) if math == 3 else None)
             if tile.misfit(outputs, groups):
                 continue
-            waves = cdiv(cdiv(outputs, tile.rows * pair) * pair * cdiv(rows, n) * parts, sms)
+            waves = cdiv(cdiv(outputs, tile.rows) * cdiv(rows, n) * parts, sms)
             chunk = max(2 * n * math, 190 * math, 400)
             cycles = waves * (inner // CHUNK / parts * chunk + 2500)
             if best is None or cycles < best[0]:
@@ -392,21 +371,11 @@ def refuses(x, w, s, *, groups=1, quantised=False, out_dtype=None):
     return None
 
 
-def refuses_pairs(x, w, s, *, groups=1, quantised=False, out_dtype=None):
-    """Why tiles of weight rows do not share rows of x in a cluster, or None."""
-    if reason := refuses(x, w, s, groups=groups, quantised=quantised, out_dtype=out_dtype):
-        return reason
-    if groups > 1 or splits(*w.shape) == 1:
-        return f"a weight {tuple(w.shape)} of {groups} groups is not split along its channels"
-    return None
-
-
 def block_scaled_matmul(
-    x, w, s, *, groups=1, quantised=False, out_dtype=None, sms=None, tile: Tile | None = None, pair=1, maths=(2, 3)
+    x, w, s, *, groups=1, quantised=False, out_dtype=None, sms=None, tile: Tile | None = None
 ):
-    """See `api.block_scaled_matmul`. sms: multiprocessors to fill (default: the device's); tile: for benchmarks; pair,
-    maths: as in `choose`."""
+    """See `api.block_scaled_matmul`. sms: multiprocessors to fill (default: the device's); tile: for benchmarks."""
     del quantised
     sms = sms or (jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS)
-    tile = tile or choose(x.shape[0], *w.shape, groups, sms, pair, maths)
+    tile = tile or choose(x.shape[0], *w.shape, groups, sms)
     return product(x, w, s, tile=tile, groups=groups, out_dtype=jnp.dtype(out_dtype or x.dtype), sms=sms)

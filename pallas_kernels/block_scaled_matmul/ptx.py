@@ -21,7 +21,7 @@ __all__ = [
     "add", "b_descriptor", "chain", "cluster_barrier", "const", "decode", "drain", "factor", "gmem_address", "lane_ids",
     "load_pair", "load_word", "low_bits", "mul", "offset_address", "pack", "put_remote", "remote_address", "rescaled",
     "scalar", "settle", "shift_right", "smaller", "smem_address", "store_float", "store_transposed", "sum_parts", "unpack",
-    "warpgroup", "warpgroup_barrier", "where_less", "word_array", "words", "xor",
+    "warpgroup", "where_less", "word_array", "words", "xor",
 ]  # fmt: skip
 
 
@@ -145,14 +145,9 @@ def cluster_barrier():
     asm([], [], "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "", effects=True)
 
 
-def warpgroup_barrier():
-    """Wait until every thread of the warpgroup has come here."""
-    utils.warpgroup_barrier()
-
-
-def remote_address(address, rank):
-    """The address of the same place in the shared memory of the cluster's block `rank` (i32)."""
-    return asm([i32()], [address, rank], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")[0]
+def remote_address(address, rank: int):
+    """The address of the same place in the shared memory of the cluster's block `rank`."""
+    return asm([i32()], [address], f"mapa.shared::cluster.u32 $0, $1, {rank};", "=r,r")[0]
 
 
 def put_remote(address, offset: int, values, here):

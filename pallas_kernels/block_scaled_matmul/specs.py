@@ -69,19 +69,18 @@ BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """(function, abstract arguments) of "<spec>", "<spec>:blackwell" "<spec>:<implementation>" of api.py or "<spec>:n,math,splits[,registers[,pair]]"."""
+    """(function, abstract arguments) of "<spec>", "<spec>:blackwell" or "<spec>:n,math,splits[,registers]"."""
     import functools
     import os
 
-    from . import api, blackwell, hopper
+    from . import blackwell, hopper
 
     name, _, cut = name.partition(":")
     spec = BY_NAME[name]
-    named = {i.name: i.run for i in api.IMPLEMENTATIONS}
     tile = None
-    if cut and cut not in named:
+    if cut and cut != "blackwell":
         numbers = [int(v) for v in cut.split(",")]
-        tile = hopper.Tile(*numbers[:3], registers=tuple(numbers[3:5]) or None, pair=(numbers[5:] or [1])[0])
+        tile = hopper.Tile(*numbers[:3], registers=tuple(numbers[3:]) or None)
     shape = jax.ShapeDtypeStruct
     args = (
         shape((spec.rows, spec.groups * spec.inner), jnp.bfloat16),
@@ -92,6 +91,4 @@ def deviceless_case(name: str):
         capability = int(os.environ["DEVICELESS_CAPABILITY"])
         run = functools.partial(blackwell.block_scaled_matmul, groups=spec.groups, quantised=spec.quantised)
         return functools.partial(run, capability=capability), args
-    if cut in named:
-        return functools.partial(named[cut], groups=spec.groups), args
     return functools.partial(hopper.block_scaled_matmul, groups=spec.groups, tile=tile), args
