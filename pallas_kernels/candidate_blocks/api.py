@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 
 from ..registry import Implementation, resolve
-from . import radix_candidates, reference
+from . import radix_candidates, radix_wide, reference
 
 IMPLEMENTATIONS = (
     Implementation("radix_candidates", radix_candidates.candidate_blocks, radix_candidates.ARCHES, radix_candidates.refuses),
+    Implementation("radix_wide", radix_wide.candidate_blocks, radix_wide.ARCHES, radix_wide.refuses),
     Implementation("reference", reference.candidate_blocks),
 )
 

@@ -37,9 +37,10 @@ class CandidateSpec:
     def make_inputs(self, seed: int):
         """(positional, keyword) arguments of `candidate_blocks` except k_blocks and flags."""
         rng = np.random.default_rng(seed)
-        scores = sample_scores(rng, self.rows, self.width, self.kind)
         live = self.width if self.visible is None else self.visible
-        return (jnp.asarray(scores, jnp.bfloat16), jnp.full((self.rows,), live, jnp.int32)), {}
+        scores = jnp.asarray(sample_scores(rng, self.rows, live, self.kind), jnp.bfloat16)
+        scores = jnp.pad(scores, [(0, 0), (0, self.width - live)], constant_values=jnp.nan)  # nobody may see those
+        return (scores, jnp.full((self.rows,), live, jnp.int32)), {}
 
 
 SPECS = (
@@ -48,15 +49,18 @@ SPECS = (
     CandidateSpec("verify_full1_near_equal", 384, 33792, kind="near_equal"),
     CandidateSpec("verify_full1_flags", 384, 33792, flags=True),
     CandidateSpec("verify_full1_half_full", 384, 33792, visible=20000),
+    CandidateSpec("verify_1m", 384, 1 << 20, visible=32768),
+    CandidateSpec("long_1m", 64, 1 << 20),
 )
 BY_NAME = {s.name: s for s in SPECS}
 
 
 def deviceless_case(name: str):
-    """A spec's kernel for the deviceless compile: (function, arguments)."""
+    """"spec/implementation" for the deviceless compile -> (function, arguments)."""
     from .api import candidate_blocks
 
+    name, _, impl = name.partition("/")
     spec = BY_NAME[name]
     args, kwargs = jax.eval_shape(lambda: spec.make_inputs(0))
-    static = {"k_blocks": spec.k_blocks, "flags": spec.flags, "impl": "radix_candidates"}
+    static = {"k_blocks": spec.k_blocks, "flags": spec.flags, "impl": impl}
     return (lambda a, kw: candidate_blocks(*a, **kw, **static)), (args, kwargs)
