@@ -52,9 +52,7 @@ def _validate(op, q, head_weights, index_pool, table):
 
 
 IMPLEMENTATIONS = (  # of the dense operator, fastest first
-    registry.Implementation("hopper_stream", hopper.index_score_streamed, ("sm_90",), hopper.refuses_dense_stream,
-                            hopper.UNMEASURED),
-    registry.Implementation("hopper_sums", functools.partial(hopper.index_score, register_sums=True), ("sm_90",),
+    registry.Implementation("hopper_abreast", functools.partial(hopper.index_score, abreast=True), ("sm_90",),
                             hopper.refuses, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
     registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses, reads_packed=True),
@@ -63,9 +61,7 @@ IMPLEMENTATIONS = (  # of the dense operator, fastest first
 BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
     registry.Implementation("hopper_stream", hopper.index_score_blocks_streamed, ("sm_90",), hopper.refuses_shared_blocks,
                             hopper.UNMEASURED),
-    registry.Implementation("hopper_prefetch", functools.partial(hopper.index_score_blocks, ahead=True, prefetch=True),
-                            ("sm_90",), hopper.refuses_shared_blocks, hopper.UNMEASURED),
-    registry.Implementation("hopper_ahead", functools.partial(hopper.index_score_blocks, ahead=True), ("sm_90",),
+    registry.Implementation("hopper_abreast", functools.partial(hopper.index_score_blocks, abreast=True), ("sm_90",),
                             hopper.refuses_shared_blocks, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
     registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks,

@@ -12,9 +12,9 @@ REGISTERS = 168  # a thread of the dense kernel; more would leave room for 2 pro
 # The candidates' kernel that shares decoded keys: (blocks a window, blocks kept from before it, groups of 4 warps,
 # registers a thread, programs a request). Two programs fit a multiprocessor; 64 requests fill an H100 or H200 once.
 WINDOW = (64, 16, 2, 128, 4)
-# The one that decodes them by warps of their own: (blocks a window, blocks kept from before it, registers a thread,
-# programs a request). One program fills a multiprocessor.
-STREAM = (64, 32, 128, 2)
+# The one that decodes them by warps of their own: (blocks a window, blocks kept from before it, groups of 4 warps
+# that score, registers a thread, programs a request). One program fills a multiprocessor.
+STREAM = (32, 64, 3, 128, 2)
 BLOCK = 8  # keys a block of those two
 UNMEASURED = "no GPU has run it yet"
 SPARSEST = 4  # keys in reach for each candidate column, up to which decoding all of them is expected to pay
@@ -64,10 +64,10 @@ def rows_together(span: int) -> tuple[int, int]:
 
 
 def index_score(
-    q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS, register_sums=False
+    q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS, abreast=False
 ):  # fmt: skip
-    """The dense operator (api.py has its contract) for bf16 weights and packed pages. register_sums: sum heads by mma.sync,
-    which no later product waits for."""
+    """The dense operator (api.py has its contract) for bf16 weights and packed pages. abreast: run the products of all
+    rows abreast."""
     from pallas_kernels.index_score import hopper_kernel
 
     rows, heads = head_weights.shape
@@ -81,34 +81,7 @@ def index_score(
         out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
         grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=registers,
         B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, ROWS=together, PER=per, HEADS=heads,
-        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill, REGISTER_SUMS=register_sums,
-    )  # fmt: skip
-
-
-def refuses_dense_stream(q, head_weights, index_pool, table, visible, **options):
-    """Why the dense kernel whose keys are decoded by warps of their own does not take these arguments, or None."""
-    if reason := refuses(q, head_weights, index_pool, table, visible, **options):
-        return reason
-    rows, heads = head_weights.shape
-    span = rows // table.shape[0]
-    return f"{span} rows of {heads} heads, wanted a multiple of 6 of at most 32" if span % 6 or heads > 32 else None
-
-
-def index_score_streamed(q, head_weights, index_pool, table, visible, *, fill=True, programs=132, slots=16):
-    """`index_score` with keys decoded by warps of their own. slots: tiles of the ring between them and the scoring ones."""
-    from pallas_kernels.index_score import hopper_dense_stream_kernel as kernel
-
-    rows, heads = head_weights.shape
-    batch, columns = table.shape
-    pages, entries = geometry(index_pool, 128)
-    groups = rows // batch // kernel.ROWS.value
-    extra = kernel.ring_bytes(slots)
-    return gluon_call.gluon_call(
-        kernel.dense_stream, query_values(q, jnp.bfloat16), head_weights, index_pool, table, visible,
-        out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
-        grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=128, extra_shared=extra,
-        BYTES=extra, B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, HEADS=heads, SLOTS=slots,
-        REGISTERS=128, PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
+        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill, ABREAST=abreast,
     )  # fmt: skip
 
 
@@ -140,32 +113,31 @@ def refuses_shared_blocks(q, head_weights, index_pool, table, block_ids, end, *,
 
 
 def index_score_blocks_streamed(
-    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM, together=1
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM
 ):  # fmt: skip
-    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM. together: tiles scored
-    before all products are waited for."""
+    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM."""
     from pallas_kernels.index_score import hopper_lists as lists
     from pallas_kernels.index_score import hopper_shared_kernel as shared
     from pallas_kernels.index_score import hopper_stream_kernel
 
     del block_size  # 8, as `refuses_shared_blocks` sees to
-    fresh, kept, registers, programs = window
-    rows, batch, columns, groups = head_weights.shape[0], *table.shape, 3
+    fresh, kept, groups, registers, programs = window
+    rows, batch, columns = head_weights.shape[0], *table.shape
     span, blocks = rows // batch, block_ids.shape[1]
     pages, entries = geometry(index_pool, 128)
     extra = shared.ring_bytes(fresh, fresh + kept, span, groups)
     return gluon_call.gluon_call(
         hopper_stream_kernel.stream_blocks, query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end,
         out_shape=jax.ShapeDtypeStruct((rows, blocks * BLOCK), jnp.bfloat16), grid=(programs, batch, 1), warps=4,
-        compute_capability=90, maxnreg=128, extra_shared=extra, BYTES=extra, S=span, SP=lists.padded_rows(span, groups),
+        compute_capability=90, maxnreg=registers, extra_shared=extra, BYTES=extra, S=span, SP=lists.padded_rows(span, groups),
         GROUPS=groups, HEADS=head_weights.shape[1], KB=blocks, FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh),
-        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns, TOGETHER=together,
+        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns,
     )  # fmt: skip
 
 
 def index_score_blocks(
     q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto",
-    ahead=False, prefetch=False,
+    abreast=False, prefetch=False,
 ):  # fmt: skip
     """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages.
 
@@ -196,6 +168,6 @@ def index_score_blocks(
     return gluon_call.gluon_call(
         shared.request_blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
         grid=(programs, batch, 1), extra_shared=extra, BYTES=extra, SP=lists.padded_rows(span, halves), HALVES=halves,
-        FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh), REGISTERS=registers, AHEAD=ahead, PREFETCH=prefetch,
+        FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh), REGISTERS=registers, ABREAST=abreast, PREFETCH=prefetch,
         **constants,
     )  # fmt: skip

@@ -135,8 +135,8 @@ def _decode(words, scales, M: gl.constexpr):
 
 
 @gluon.jit
-def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
-    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
+def _query_bytes(q_ptr, w_ptr, first_row, HEADS: gl.constexpr, N: gl.constexpr):
+    """N / HEADS query rows -> e4m3 [N, 64] twice, first and second half of every word's channels, and weights f32[N]."""
     QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
     q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
@@ -145,11 +145,63 @@ def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr,
     q = (q * gl.expand_dims(lift, 1)).to(gl.float8e4nv)
     q = gl.permute(q.reshape([N, 4, 4, 2, 4]), (0, 2, 1, 4, 3))
     low, high = gl.split(q)
-    q_low.store(low.reshape([N, 64]))
-    q_high.store(high.reshape([N, 64]))
     w = gl.load(w_ptr + first_row * HEADS + n).to(gl.float32)
     w = w * (gl.maximum(bits - 7, 0) << 23).to(gl.float32, bitcast=True)  # 2**(bits - 127 - 7)
+    return low.reshape([N, 64]), high.reshape([N, 64]), w
+
+
+@gluon.jit
+def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
+    low, high, w = _query_bytes(q_ptr, w_ptr, first_row, HEADS, N)
+    q_low.store(low)
+    q_high.store(high)
     return gl.convert_layout(w.to(gl.bfloat16), gl.SliceLayout(0, M))
+
+
+@gluon.jit
+def prepare_planes(q_ptr, w_ptr, first_row, planes, at, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+    """`prepare_queries` for `products_abreast`: the at-th four of planes e4m3[4 * rows, N, 32] in shared memory, one a
+    step of the product."""
+    low, high, w = _query_bytes(q_ptr, w_ptr, first_row, HEADS, N)
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 4, 2], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    a, b = gl.split(gl.convert_layout(low.reshape([N, 2, 32]).permute((0, 2, 1)), BOTH))
+    c, d = gl.split(gl.convert_layout(high.reshape([N, 2, 32]).permute((0, 2, 1)), BOTH))
+    planes.index(4 * at).store(a)
+    planes.index(4 * at + 1).store(b)
+    planes.index(4 * at + 2).store(c)
+    planes.index(4 * at + 3).store(d)
+    return gl.convert_layout(w.to(gl.bfloat16), gl.SliceLayout(0, M))
+
+
+@gluon.jit
+def steps(plane, M: gl.constexpr):
+    """u8[n, 4, 4, 4] of `expand_keys` -> two M operands e4m3[n, 32], a step of the product each."""
+    plane = gl.permute(plane, (0, 2, 1, 3)).reshape([plane.shape[0], 2, 32]).permute((0, 2, 1))
+    a, b = gl.split(plane)
+    L: gl.constexpr = gl.DotOperandLayout(0, M, 4)
+    a = gl.convert_layout(a.to(gl.float8e4nv, bitcast=True), L, assert_trivial=True)
+    return a, gl.convert_layout(b.to(gl.float8e4nv, bitcast=True), L, assert_trivial=True)
+
+
+@gluon.jit
+def products_abreast(keys, planes, at, N: gl.constexpr, M: gl.constexpr):
+    """Start several products, f32[n, N] each: tile i of `keys` (four operands of `steps`) times the (at + i)-th four of
+    `planes`. All are left in flight, a step of each in turn: an instruction that adds to what the one before it computes
+    waits for that in the tensor core's queue, some 60 cycles however few its columns."""
+    COUNT: gl.constexpr = len(keys)
+    acc = ()
+    for i in gl.static_range(COUNT):
+        zero = gl.zeros([keys[i][0].shape[0], N], gl.float32, M)
+        plane = planes.index(4 * (at + i)).permute((1, 0))
+        acc = acc + (warpgroup_mma(keys[i][0], plane, zero, use_acc=False, is_async=True),)
+    for k in gl.static_range(1, 4):
+        after = ()
+        for i in gl.static_range(COUNT):
+            plane = planes.index(4 * (at + i) + k).permute((1, 0))
+            after = after + (warpgroup_mma(keys[i][k], plane, acc[i], is_async=True),)
+        acc = after
+    return acc
 
 
 @gluon.jit
@@ -216,12 +268,12 @@ def fill(line, done, stop):
 def dense(
     q_ptr, w_ptr, pool_ptr, table_ptr, visible_ptr, out_ptr,
     B: gl.constexpr, BP: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr, HEADS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr, REGISTER_SUMS: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr, ABREAST: gl.constexpr,
 ):  # fmt: skip
     """Program (p, g) scores rows g*ROWS.. of every request over the p-th equal share of all live tiles.
 
     PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two.
-    REGISTER_SUMS: sum heads by `register_sums` and store a tile of all rows at once.
+    ABREAST: run the products of all rows abreast.
     """
     R: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     N: gl.constexpr = PER * HEADS
@@ -233,12 +285,12 @@ def dense(
     gdc_wait()
     program, programs = gl.program_id(0), gl.num_programs(0)
     group = gl.program_id(1) * ROWS
-    q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
-    q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
-
-    ones = gl.allocate_shared_memory(gl.bfloat16, [8, N], gl.NVMMASharedLayout(gl.constexpr(min(128, 2 * N)), 16, 2))
-    head_sums(ones, HEADS, N)
-
+    if ABREAST:  # four planes a product
+        q_low = gl.allocate_shared_memory(gl.float8e4nv, [4 * GROUPS, N, 32], gl.NVMMASharedLayout(32, 8, 2))
+        q_high = q_low
+    else:
+        q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
+        q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     request = gl.arange(0, BP, RL)
     longest = gl.full([BP], 0, gl.int32, RL)
@@ -256,21 +308,20 @@ def dense(
         last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
         row = b * S + group
         gl.thread_barrier()  # every warp has finished with the previous request's queries
-        ws = ()
         for g in gl.static_range(GROUPS):
-            w = prepare_queries(q_ptr, w_ptr, row + g * PER, q_low.index(g), q_high.index(g), HEADS, N, M)
-            if REGISTER_SUMS:
-                weights.index(g).store(w)
-            ws = ws + (w,)
+            if ABREAST:
+                w = prepare_planes(q_ptr, w_ptr, row + g * PER, q_low, g, HEADS, N, M)
+            else:
+                w = prepare_queries(q_ptr, w_ptr, row + g * PER, q_low.index(g), q_high.index(g), HEADS, N, M)
+            weights.index(g).store(w)
         fence_async_shared()
         gl.thread_barrier()
-        if REGISTER_SUMS:  # out of shared memory they come in pairs, as the products of a thread are multiplied
-            ws = ()
-            for g in gl.static_range(GROUPS):
-                ws = ws + (weights.index(g).load(gl.SliceLayout(0, M)),)
+        ws = ()  # out of shared memory they come in pairs, as the products of a thread are multiplied
+        for g in gl.static_range(GROUPS):
+            ws = ws + (weights.index(g).load(gl.SliceLayout(0, M)),)
         pages = table_ptr + b * COLUMNS
         column_row = gl.arange(0, 8, gl.SliceLayout(0, R))
-        visible = gl.load(visible_ptr + row + column_row, mask=(column_row < ROWS) & REGISTER_SUMS, other=0)
+        visible = gl.load(visible_ptr + row + column_row, mask=column_row < ROWS, other=0)
         first = (at - base) * TILE
         end = (last - base) * TILE
         page = gl.load(pages + first // E)
@@ -278,28 +329,34 @@ def dense(
         words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E)
         page = gl.load(pages + (first + TILE) // E, mask=first + TILE < end, other=0)
         for column in range(first, end, TILE):
-            ka, kb, factor = _decode(words, scales, M)
+            low, high, factor = expand_keys(words, scales)
             inside = (page > 0) & (page < PAGES) & (key >= 0)
             words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
-            ahead = start_products(ka, kb, q_low.index(0), q_high.index(0), N, M)
+            flying = ()
+            if ABREAST:
+                keys = ()
+                for g in gl.static_range(GROUPS):
+                    keys = keys + (steps(low, M) + steps(high, M),)
+                flying = products_abreast(keys, q_low, 0, N, M)
+            else:
+                flying = (start_products(operand(low, M), operand(high, M), q_low.index(0), q_high.index(0), N, M),)
             scores = gl.zeros([TILE, 8], gl.float32, R)
             for g in gl.static_range(GROUPS):
-                now = ahead
-                if g + 1 < GROUPS:
-                    ahead = start_products(ka, kb, q_low.index(g + 1), q_high.index(g + 1), N, M)
-                    products = warpgroup_mma_wait(2, deps=[now])
+                if ABREAST:
+                    products = warpgroup_mma_wait(GROUPS - 1 - g, deps=[flying[g]])
+                elif g + 1 < GROUPS:
+                    after = start_products(
+                        operand(low, M), operand(high, M), q_low.index(g + 1), q_high.index(g + 1), N, M
+                    )  # fmt: skip
+                    flying = flying + (after,)
+                    products = warpgroup_mma_wait(2, deps=[flying[g]])
                 else:
-                    products = warpgroup_mma_wait(0, deps=[now])
-                if REGISTER_SUMS:
-                    total = register_sums(products, ws[g], HEADS)
-                    scores = gl.where(gl.expand_dims(column_row // PER == g, 0), total, scores)
-                else:
-                    score = sums(products, ws[g], ones, factor)
-                    _store_rows(score, visible_ptr, out_ptr, row + g * PER, column, CAPACITY, PER)
-            if REGISTER_SUMS:
-                scores *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R), assert_trivial=True), 1)
-                _store_visible(scores.to(gl.bfloat16) + 0.0, visible, out_ptr, row, column, CAPACITY, ROWS)
+                    products = warpgroup_mma_wait(0, deps=[flying[g]])
+                total = register_sums(products, ws[g], HEADS)
+                scores = gl.where(gl.expand_dims(column_row // PER == g, 0), total, scores)
+            scores *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, R), assert_trivial=True), 1)
+            _store_rows(scores.to(gl.bfloat16) + 0.0, visible, out_ptr, row, column, CAPACITY, ROWS)
         at = last
     if FILL:
         for r in range(program, B * ROWS, programs):
@@ -309,14 +366,7 @@ def dense(
 
 
 @gluon.jit
-def _store_rows(score, visible_ptr, out_ptr, row, column, CAPACITY: gl.constexpr, PER: gl.constexpr):
-    r = gl.arange(0, 8, gl.SliceLayout(0, score.type.layout))
-    visible = gl.load(visible_ptr + row + r, mask=r < PER, other=0)
-    _store_visible(score, visible, out_ptr, row, column, CAPACITY, PER)
-
-
-@gluon.jit
-def _store_visible(score, visible, out_ptr, row, column, CAPACITY: gl.constexpr, ROWS: gl.constexpr):
+def _store_rows(score, visible, out_ptr, row, column, CAPACITY: gl.constexpr, ROWS: gl.constexpr):
     """bf16[TILE, 8] scores of ROWS rows from `row` on to their columns from `column` on, -inf where not visible."""
     LAYOUT: gl.constexpr = score.type.layout
     c = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT)), 1)

@@ -1,8 +1,8 @@
 """How four warps of hopper_shared_kernel.py score the candidates that their rows' lists hold, in Gluon. Imports Triton.
 
 A tile is 64 candidate keys of one row, gathered from the ring in shared memory into the registers that the tensor core
-takes them from. `score_in_turn` sums heads by a wgmma with ones, which it waits for; `score_ahead` by mma.sync, which
-needs no wait, so that the next tile's product stays in flight, and stores a tile of every row at once.
+takes them from. `score_in_turn` multiplies one row's tile after the other and sums heads by a wgmma with ones, which it
+waits for; `score_abreast` multiplies all rows' tiles abreast, sums by mma.sync and stores them at once.
 """
 
 from triton.experimental import gluon
@@ -12,8 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from pallas_kernels.index_score.hopper_kernel import (
     key_layout,
     operand,
+    products_abreast,
     register_sums,
     start_products,
+    steps,
     sums,
     tile_layout,
 )
@@ -126,102 +128,57 @@ def score_in_turn(
 
 
 @gluon.jit
-def _row_keys(slot_at, own, factors_at, piece, line_of):
-    """A tile's keys by their blocks' ring addresses (i32[n]) -> (low, high u8[n, 4, 4, 4], f32[n] factors)."""
-    factor = read_factors(factors_at + (slot_at >> 5) + line_of % 4 * 8)
-    low, high = read_keys(over_bytes(own + slot_at, tile_layout(4)) + piece)
-    return low, high, factor
+def _slots(lists_at, block, c, most, SHARE: gl.constexpr, LIST: gl.constexpr):
+    """Ring addresses of every row's tile at column c; past the last tile, of the first."""
+    c = gl.where(c < most, c, 0)
+    slots = ()
+    for r in gl.static_range(SHARE):
+        slots = slots + (read_word(lists_at + r * (LIST * 4) + c // 2 + block * 4),)
+    return slots
 
 
 @gluon.jit
-def _slots(lists_at, block, c, most, STEP: gl.constexpr, R: gl.constexpr, SHARE: gl.constexpr, LIST: gl.constexpr):
-    """Ring addresses of the tile STEP rows behind row R of the tile at column c; past the last tile, of the first."""
-    TILE: gl.constexpr = 64
-    column = c + (R + STEP) // SHARE * TILE
-    column = gl.where(column < most, column, 0)
-    return read_word(lists_at + (R + STEP) % SHARE * (LIST * 4) + column // 2 + block * 4)
-
-
-@gluon.jit
-def _score_tiles(
-    c, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, TILES: gl.constexpr,
-    SHARE: gl.constexpr, HEADS: gl.constexpr, LIST: gl.constexpr,
+def score_abreast(
+    out, work_at, first, lists_at, own, factors_at, planes, weights, SHARE: gl.constexpr, HEADS: gl.constexpr,
+    WIDTH: gl.constexpr, LIST: gl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of every row from column c on, whose first two are at the ring addresses slot_at and second; returns
-    those of the next two."""
-    TILE: gl.constexpr = 64
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    L: gl.constexpr = pair_layout(4)
-    line_of = gl.arange(0, TILE, key_layout(4))
-    block = line_of // 16 * 2 + line_of // 4 % 2
-    piece = piece_of(line_of, tile_layout(4))
-    row = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, L)), 0)
-    low, high, factor = _row_keys(slot_at, own, factors_at, piece, line_of)
-    ahead = start_products(operand(low, M), operand(high, M), q_low.index(first), q_high.index(first), HEADS, M)
-    scores = gl.zeros([TILE, 4], gl.float32, L)
-    for i in gl.static_range(TILES * SHARE):
-        now, own_factor = ahead, factor
-        if i + 1 < TILES * SHARE:
-            low, high, factor = _row_keys(second, own, factors_at, piece, line_of)
-            s = first + (i + 1) % SHARE
-            ahead = start_products(operand(low, M), operand(high, M), q_low.index(s), q_high.index(s), HEADS, M)
-            second = _slots(lists_at, block, c, most, 2, i, SHARE, LIST)
-            products = warpgroup_mma_wait(2, deps=[now])
-        else:
-            slot_at = _slots(lists_at, block, c, most, 1, i, SHARE, LIST)
-            second = _slots(lists_at, block, c, most, 2, i, SHARE, LIST)
-            products = warpgroup_mma_wait(0, deps=[now])
-        total, _twin = gl.split(register_sums(products, ws[i % SHARE], HEADS).reshape([TILE, 4, 2]))
-        total = gl.convert_layout(total, L, assert_trivial=True)
-        total *= gl.expand_dims(gl.convert_layout(own_factor, gl.SliceLayout(1, L), assert_trivial=True), 1)
-        scores = gl.where(row == i % SHARE, total, scores)
-        if i % SHARE == SHARE - 1:
-            score = scores.to(gl.bfloat16) + 0.0  # turns -0 into +0
-            gl.store(place + (c + i // SHARE * TILE), score, mask=c + i // SHARE * TILE < stop)
-    return slot_at, second
-
-
-@gluon.jit
-def score_ahead(
-    out, work_at, first, lists_at, own, factors_at, q_low, q_high, weights, SHARE: gl.constexpr, HEADS: gl.constexpr,
-    WIDTH: gl.constexpr, LIST: gl.constexpr, TILES: gl.constexpr,
-):  # fmt: skip
-    """What `score_in_turn` does, for at most 4 rows: the next tile's product is in flight while one is summed, over the
-    loop's ends too; every quad of lanes then holds the scores of a key for all rows, and stores one row a lane."""
+    """What `score_in_turn` does, for at most 4 rows: their products run abreast, their sums need no wait, and every quad
+    of lanes then holds the scores of a key for all rows, and stores one row a lane."""
     TILE: gl.constexpr = 64
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     gl.static_assert(SHARE <= 4)
     line_of = gl.arange(0, TILE, key_layout(4))  # rows of the product
     block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
+    piece = piece_of(line_of, tile_layout(4))
     L: gl.constexpr = pair_layout(4)  # [key, row]
     row = gl.arange(0, 4, gl.SliceLayout(0, L))
     start, stop = row * 0, row * 0
     most = 0
-    ws = ()
     for r in gl.static_range(SHARE):
         taken, pending, end, _ = read_four(work_at + r * 16)
         live = gl.minimum(taken * BLOCK, end - pending * BLOCK)
         start = gl.where(row == r, r * WIDTH + pending * BLOCK, start)
         stop = gl.where(row == r, live, stop)
-        ws = ws + (weights.index(first + r).load(gl.SliceLayout(0, M)),)
         most = gl.maximum(most, live)
     key = gl.expand_dims(key_of_row(gl.arange(0, TILE, gl.SliceLayout(1, L))), 1)
     place = out + (gl.expand_dims(start, 0) + key)
     stop = gl.expand_dims(stop, 0) - key
-    slot_at = _slots(lists_at, block, 0, most, 0, 0, SHARE, LIST)
-    second = _slots(lists_at, block, 0, most, 1, 0, SHARE, LIST)
-    tiles = (most + TILE - 1) // TILE
-    whole = most
-    if TILES > 1:
-        whole = tiles // TILES * (TILES * TILE)
-    for c in range(0, whole, TILES * TILE):
-        slot_at, second = _score_tiles(
-            c, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, TILES, SHARE, HEADS,
-            LIST,
-        )  # fmt: skip
-    if TILES > 1:
-        if tiles % TILES != 0:
-            _score_tiles(
-                whole, most, slot_at, second, lists_at, own, factors_at, first, q_low, q_high, ws, place, stop, 1, SHARE,
-                HEADS, LIST,
-            )  # fmt: skip
+    slots = _slots(lists_at, block, 0, most, SHARE, LIST)
+    for c in range(0, most, TILE):
+        keys, factors = (), ()
+        for r in gl.static_range(SHARE):
+            factor = read_factors(factors_at + (slots[r] >> 5) + line_of % 4 * 8)
+            factors = factors + (gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, L), assert_trivial=True), 1),)
+            low, high = read_keys(over_bytes(own + slots[r], tile_layout(4)) + piece)
+            keys = keys + (steps(low, M) + steps(high, M),)
+        flying = products_abreast(keys, planes, first, HEADS, M)
+        slots = _slots(lists_at, block, c + TILE, most, SHARE, LIST)
+        scores = gl.zeros([TILE, 4], gl.float32, L)
+        for r in gl.static_range(SHARE):
+            products = warpgroup_mma_wait(SHARE - 1 - r, deps=[flying[r]])
+            w = weights.index(first + r).load(gl.SliceLayout(0, M))
+            total, _twin = gl.split(register_sums(products, w, HEADS).reshape([TILE, 4, 2]))
+            total = gl.convert_layout(total, L, assert_trivial=True) * factors[r]
+            scores = gl.where(gl.expand_dims(row, 0) == r, total, scores)
+        score = scores.to(gl.bfloat16) + 0.0  # turns -0 into +0
+        gl.store(place + c, score, mask=c < stop)

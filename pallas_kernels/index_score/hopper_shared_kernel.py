@@ -21,6 +21,7 @@ from pallas_kernels.index_score.hopper_kernel import (
     fill,
     head_sums,
     key_layout,
+    prepare_planes,
     prepare_queries,
     tile_layout,
 )
@@ -44,7 +45,7 @@ from pallas_kernels.index_score.hopper_rows import (
     key_of_row,
     over_bytes,
     piece_of,
-    score_ahead,
+    score_abreast,
     score_in_turn,
     unfinished,
 )
@@ -128,7 +129,7 @@ def _score_windows(
     half, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
     ones, S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, PAGES: gl.constexpr, E: gl.constexpr,
-    COLUMNS: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr,
+    COLUMNS: gl.constexpr, ABREAST: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: decode every HALVES-th tile of the windows from k to stop, score the half-th share of the rows."""
     TILE: gl.constexpr = 64
@@ -143,7 +144,10 @@ def _score_windows(
     rows = gl.minimum(SHARE, S - half * SHARE)
     for r in range(rows):
         s = half * SHARE + r
-        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
+        if ABREAST:
+            w = prepare_planes(q_ptr, w_ptr, b * S + s, q_low, s, HEADS, HEADS, M)
+        else:
+            w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
         weights.index(s).store(w)
     fence_async_shared()
     gl.thread_barrier()
@@ -192,10 +196,10 @@ def _score_windows(
                 PAGES, E, COLUMNS,
             )  # fmt: skip
         out = out_ptr + (b * S + half * SHARE).to(gl.int64) * WIDTH
-        if AHEAD:
-            score_ahead(
-                out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, q_high, weights, SHARE,
-                HEADS, WIDTH, LIST, 1,
+        if ABREAST:
+            score_abreast(
+                out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, weights, SHARE, HEADS,
+                WIDTH, LIST,
             )  # fmt: skip
         else:
             score_in_turn(
@@ -230,7 +234,7 @@ def request_blocks(
     q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
     S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, BYTES: gl.constexpr, REGISTERS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, ABREAST: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Program (p, b) scores the candidates of request b in the p-th equal share of the windows that its rows reach.
 
@@ -249,8 +253,12 @@ def request_blocks(
         fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
     own = own_shared(BYTES)
     ROWS: gl.constexpr = (S + HALVES - 1) // HALVES * HALVES
-    q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
-    q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    if ABREAST:  # four planes a row
+        q_low = gl.allocate_shared_memory(gl.float8e4nv, [4 * ROWS, HEADS, 32], gl.NVMMASharedLayout(32, 8, 2))
+        q_high = q_low
+    else:
+        q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+        q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
     head_sums(ones, HEADS, HEADS)
@@ -260,7 +268,7 @@ def request_blocks(
     if HALVES == 1:
         _score_windows(
             0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
-            ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, AHEAD, PREFETCH,
+            ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST, PREFETCH,
         )  # fmt: skip
     else:
         gl.thread_barrier()
@@ -270,7 +278,7 @@ def request_blocks(
                     _score_windows,
                     (
                         0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
-                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, AHEAD,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST,
                         PREFETCH,
                     ),
                 ),
@@ -278,7 +286,7 @@ def request_blocks(
                     _score_windows,
                     (
                         1, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
-                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, AHEAD,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST,
                         PREFETCH,
                     ),
                 ),

@@ -18,12 +18,12 @@ from pallas_kernels.index_score.hopper_kernel import (
     fill,
     key_layout,
     load_keys,
-    prepare_queries,
+    prepare_planes,
     tile_layout,
 )
 from pallas_kernels.index_score.hopper_lists import first_listed, next_listed, window_slots, write_lists
 from pallas_kernels.index_score.hopper_ring import own_shared, write_factors, write_keys
-from pallas_kernels.index_score.hopper_rows import BLOCK, key_of_row, over_bytes, piece_of, score_ahead, unfinished
+from pallas_kernels.index_score.hopper_rows import BLOCK, key_of_row, over_bytes, piece_of, score_abreast, unfinished
 from pallas_kernels.index_score.hopper_shared_kernel import windows_of, write_blank
 
 TILES = gl.constexpr(4)  # of 64 keys, on their way from memory while as many are decoded
@@ -89,9 +89,9 @@ def _decode(
 
 @gluon.jit
 def _score(
-    group, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full, free,
+    group, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free,
     S: gl.constexpr, SP: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
-    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, LIMIT: gl.constexpr, TOGETHER: gl.constexpr,
+    FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Four warps: score the group-th share of the rows in the windows from k to stop."""
     RING: gl.constexpr = 2 * FRESH + KEPT
@@ -102,7 +102,7 @@ def _score(
     rows = gl.maximum(gl.minimum(SHARE, S - first), 0)
     for r in range(rows):
         s = first + r
-        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
+        w = prepare_planes(q_ptr, w_ptr, b * S + s, planes, s, HEADS, HEADS, M)
         weights.index(s).store(w)
     fence_async_shared()
     gl.thread_barrier()
@@ -118,9 +118,9 @@ def _score(
         listed = next_listed(ids, counts, pending, LIST)
         gl.thread_barrier()
         mbarrier.wait(full.index(n & 1), (n >> 1) & 1)
-        score_ahead(
-            out_ptr + (b * S + first).to(gl.int64) * WIDTH, work_at, first, lists_at, own, factors_at, q_low, q_high,
-            weights, SHARE, HEADS, WIDTH, LIST, TOGETHER,
+        score_abreast(
+            out_ptr + (b * S + first).to(gl.int64) * WIDTH, work_at, first, lists_at, own, factors_at, planes, weights,
+            SHARE, HEADS, WIDTH, LIST,
         )  # fmt: skip
         again = unfinished(work_at, SP, 1, SHARE)
         gl.thread_barrier()  # every warp of the group has finished with the lists and the window
@@ -134,19 +134,18 @@ def stream_blocks(
     q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
     S: gl.constexpr, SP: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, BYTES: gl.constexpr, REGISTERS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, TOGETHER: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Program (p, b) scores the candidates of request b in the p-th equal share of the windows that its rows reach.
 
-    GROUPS: of 4 warps (3) that share the rows, SP a group's rows, rounded up to a power of two. REGISTERS: a thread of
-    them. TOGETHER: tiles of every row that they score before they wait for all products.
+    GROUPS: of 4 warps (2 or 3) that share the rows, SP a group's rows, rounded up to a power of two. REGISTERS: a thread of
+    them.
     """
     WIDTH: gl.constexpr = KB * BLOCK
     RING: gl.constexpr = 2 * FRESH + KEPT
     LIMIT: gl.constexpr = COLUMNS * E // BLOCK
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     ROWS: gl.constexpr = (S + GROUPS - 1) // GROUPS * GROUPS
-    gl.static_assert(GROUPS == 3)
+    gl.static_assert(GROUPS == 2 or GROUPS == 3)
     gdc_wait()
     program, programs, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
     windows = windows_of(ids_ptr, end_ptr, b, S, KB, FRESH, LIMIT)
@@ -156,8 +155,7 @@ def stream_blocks(
         live = gl.minimum(gl.maximum(gl.load(end_ptr + b * S + s), 0), WIDTH)
         fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
     own = own_shared(BYTES)
-    q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
-    q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    planes = gl.allocate_shared_memory(gl.float8e4nv, [4 * ROWS, HEADS, 32], gl.NVMMASharedLayout(32, 8, 2))
     weights = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -167,34 +165,54 @@ def stream_blocks(
     write_blank(own, RING)
     gl.thread_barrier()
     pages = table_ptr + b * COLUMNS
-    gl.warp_specialize(
-        [
-            (_decode, (k, stop, own, pool_ptr, pages, full, free, FRESH, RING, PAGES, E, COLUMNS)),
-            (
-                _score,
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_decode, (k, stop, own, pool_ptr, pages, full, free, FRESH, RING, PAGES, E, COLUMNS)),
                 (
-                    0, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
-                    free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
-                    TOGETHER,
+                    _score,
+                    (
+                        0, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free, S, SP,
+                        GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    ),
                 ),
-            ),
-            (
-                _score,
                 (
-                    1, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
-                    free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
-                    TOGETHER,
+                    _score,
+                    (
+                        1, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free, S, SP,
+                        GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    ),
                 ),
-            ),
-            (
-                _score,
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_decode, (k, stop, own, pool_ptr, pages, full, free, FRESH, RING, PAGES, E, COLUMNS)),
                 (
-                    2, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights, full,
-                    free, S, SP, GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
-                    TOGETHER,
+                    _score,
+                    (
+                        0, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free, S, SP,
+                        GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    ),
                 ),
-            ),
-        ],
-        [4, 4, 4],
-        [REGISTERS, REGISTERS, REGISTERS],
-    )  # fmt: skip
+                (
+                    _score,
+                    (
+                        1, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free, S, SP,
+                        GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    ),
+                ),
+                (
+                    _score,
+                    (
+                        2, k, stop, windows, own, b, q_ptr, w_ptr, ids_ptr, end_ptr, out_ptr, planes, weights, full, free, S, SP,
+                        GROUPS, HEADS, KB, FRESH, KEPT, LIST, LIMIT,
+                    ),
+                ),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip

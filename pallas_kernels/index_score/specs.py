@@ -142,18 +142,12 @@ def deviceless_case(name: str):
         module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
     if kind == "gather":
         extra = {"window": None}
-    if kind == "sums":
-        extra = {"register_sums": True}
-    if kind == "ahead":
-        extra = {"ahead": True, "prefetch": True}
+    if kind == "abreast":
+        extra = {"abreast": True}
 
     def function(*arrays):
         inner = dict(zip(inputs, arrays, strict=True)) | extra
-        if kind == "together":
-            return hopper.index_score_blocks_streamed(**inner, block_size=spec.block_size, together=2)
         if kind == "stream":
-            if not spec.blocks:
-                return hopper.index_score_streamed(**inner)
             return hopper.index_score_blocks_streamed(**inner, block_size=spec.block_size)
         if spec.blocks:
             return module.index_score_blocks(**inner, block_size=spec.block_size)
