@@ -2,7 +2,7 @@
 
 Addresses are i32 in the shared window. The bytes lie behind what Triton allocates (gluon_call's extra_shared), so that
 its allocator and its analysis of barriers know nothing of them: whoever uses these separates writers from readers by
-`meet`. A tensor's addresses have the layouts of hopper_kernel.py, in which a thread holds 16 bytes of each of two keys.
+`meet`. A tensor's addresses have the layouts of hopper_tiles.py, in which a thread holds 16 bytes of each of two keys.
 """
 
 from triton.experimental import gluon

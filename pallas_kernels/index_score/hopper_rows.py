@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from pallas_kernels.index_score.hopper_kernel import (
+from pallas_kernels.index_score.hopper_ring import read_factors, read_four, read_keys, read_word
+from pallas_kernels.index_score.hopper_tiles import (
     key_layout,
     operand,
     products_abreast,
@@ -19,7 +20,6 @@ from pallas_kernels.index_score.hopper_kernel import (
     sums,
     tile_layout,
 )
-from pallas_kernels.index_score.hopper_ring import read_factors, read_four, read_keys, read_word
 
 BLOCK = gl.constexpr(8)  # keys a block
 

@@ -2,7 +2,7 @@
 import it only where a GPU kernel is wanted.
 
 A program walks a range of a request's logical blocks in windows. It expands a window's keys to e4m3 into a ring in
-shared memory (the arithmetic is hopper_kernel.py's), then scores each row's candidates that lie there: a thread reads
+shared memory (the arithmetic is hopper_tiles.py's), then scores each row's candidates that lie there: a thread reads
 the bytes of its keys straight into the registers that the tensor core takes them from, so a tile may gather any blocks
 of the ring. Candidates that do not fill a tile wait for the next window while their block stays in the ring.
 
@@ -16,15 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
-from pallas_kernels.index_score.hopper_kernel import (
-    expand_keys,
-    fill,
-    head_sums,
-    key_layout,
-    prepare_planes,
-    prepare_queries,
-    tile_layout,
-)
 from pallas_kernels.index_score.hopper_lists import (
     first_listed,
     list_length,
@@ -48,6 +39,15 @@ from pallas_kernels.index_score.hopper_rows import (
     score_abreast,
     score_in_turn,
     unfinished,
+)
+from pallas_kernels.index_score.hopper_tiles import (
+    expand_keys,
+    fill,
+    head_sums,
+    key_layout,
+    prepare_planes,
+    prepare_queries,
+    tile_layout,
 )
 
 

@@ -13,7 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from pallas_kernels.index_score.hopper_kernel import (
+from pallas_kernels.index_score.hopper_lists import first_listed, next_listed, window_slots, write_lists
+from pallas_kernels.index_score.hopper_ring import own_shared, write_factors, write_keys
+from pallas_kernels.index_score.hopper_rows import BLOCK, key_of_row, over_bytes, piece_of, score_abreast, unfinished
+from pallas_kernels.index_score.hopper_shared_kernel import windows_of, write_blank
+from pallas_kernels.index_score.hopper_tiles import (
     expand_keys,
     fill,
     key_layout,
@@ -21,10 +25,6 @@ from pallas_kernels.index_score.hopper_kernel import (
     prepare_planes,
     tile_layout,
 )
-from pallas_kernels.index_score.hopper_lists import first_listed, next_listed, window_slots, write_lists
-from pallas_kernels.index_score.hopper_ring import own_shared, write_factors, write_keys
-from pallas_kernels.index_score.hopper_rows import BLOCK, key_of_row, over_bytes, piece_of, score_abreast, unfinished
-from pallas_kernels.index_score.hopper_shared_kernel import windows_of, write_blank
 
 TILES = gl.constexpr(4)  # of 64 keys, on their way from memory while as many are decoded
 
