@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from ..codecs import GROUP
 from ..triton_rows import fp8_rounded, warps
 from ..window_store import one_pass
-from ..window_store.one_pass import ARCHES, store_row
+from ..window_store.one_pass import store_row
 
+ARCHES = one_pass.ARCHES
 MOST_CHANNELS = 4096  # of the query latents: one program holds them in its registers
 OPTIONAL = (
     "an optional merged path, off by default: its kernel takes an H200 2.6 us, those of its parts more than 5; a step of six "
