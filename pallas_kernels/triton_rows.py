@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from .codecs import FP4_MAX, FP8_FLOOR, FP8_MAX, GROUP, MXFP4_FLOOR
 from .triton_e4m3 import bits_of, ceil_exponent, float_of
 
-MOST_POOL_BYTES = 2**31  # Triton's offsets are signed 32-bit numbers
+# Pallas gives Triton offsets in elements: of 64 bits into arrays of more than so many bytes, into others signed ones of 32,
+MOST_NARROW_BYTES = 2**32
+MOST_NARROW_ELEMENTS = 2**31  # which reach so many. Between the two lie arrays of single bytes.
 WARP_CHANNELS = 128  # channels of one warp: 8 bytes of bf16 and 16 of f32 a lane
 
 
@@ -16,9 +18,17 @@ def refuses_rows(dim: int, pairs: int, *pools) -> str | None:
         return f"rows of {dim} channels, the kernel is for powers of two from 32 to 4096"
     if 2 * pairs > dim:
         return f"{pairs} rotary pairs in {dim} channels"
-    for pool in pools:
-        if pool.size * pool.dtype.itemsize >= MOST_POOL_BYTES:
-            return f"an array of {pool.size * pool.dtype.itemsize} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
+    return next(filter(None, map(refuses_size, pools)), None)
+
+
+def refuses_size(array) -> str | None:
+    """Why a kernel that indexes `array` as a whole would not reach all of it, or None."""
+    size = array.size * array.dtype.itemsize
+    if array.size > MOST_NARROW_ELEMENTS and size <= MOST_NARROW_BYTES:
+        return (
+            f"an array of {size} bytes: offsets of more than {MOST_NARROW_ELEMENTS} elements have 64 bits only in arrays of more "
+            f"than {MOST_NARROW_BYTES} bytes"
+        )
     return None
 
 

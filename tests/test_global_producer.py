@@ -3,6 +3,7 @@ and rejected rows, chunks as long as the pending ring, what is never touched."""
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from dsv41_jax.precision import precision
 from pallas_kernels import codecs
 from pallas_kernels.global_producer import api as producer_api
 from pallas_kernels.global_producer import explain, global_producer, reference, two_launches
-from pallas_kernels.global_producer.specs import BY_NAME, SPECS
+from pallas_kernels.global_producer.specs import BY_NAME, SPECS, deviceless_case
 from pallas_kernels.window_store import api as window_api
 from pallas_kernels.window_store import one_pass
 from tests import deviceless
@@ -335,6 +336,8 @@ def test_refusals_name_the_reason():
         global_producer(*plain, eps=1e-6, impl="two_launches")
     huge = changed(inputs, global_pool=jax.ShapeDtypeStruct((2**17, 2**9, 36), jnp.uint8))
     assert "2147483648" in two_launches.refuses(*huge, **R1.options)
+    for arch in two_launches.ARCHES:  # pools of a million tokens
+        assert explain(*deviceless_case("verify_r1_1m")[1], **R1.options, arch=arch) == {"chosen": "two_launches"}
 
 
 def test_errors_name_the_shapes():
@@ -360,8 +363,9 @@ def test_errors_name_the_shapes():
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_two_kernels_in_place_without_spills(target):
     cases = deviceless.compile_all(
-        target, "pallas_kernels.global_producer.specs:deviceless_case", ("verify_r1", "verify_r2", "tiny_prefill")
-    )
+        target, "pallas_kernels.global_producer.specs:deviceless_case",
+        ("verify_r1", "verify_r2", "tiny_prefill", "verify_r1_1m"),
+    )  # fmt: skip
     for name, compiled in cases.items():
         for part in ("global_entries", "index_keys"):
             kernel = compiled.matching(part)
@@ -369,6 +373,13 @@ def test_compiles_to_two_kernels_in_place_without_spills(target):
             assert "griddepcontrol.wait" in kernel.ptx
         assert compiled.hlo.count("output_to_operand_aliasing") == 2 and " copy(" not in compiled.hlo, name
     assert "ld.global.v4.b32" in cases["verify_r2"].matching("global_entries").ptx
+    # the page times its bytes: 64 bits of product where the pool is large, 32 where it is small
+    page, entry = BY_NAME["verify_r1"].entries * 288, 288
+    for name, product, other in (("verify_r1_1m", "mul.wide.u32", "lo.s32"), ("verify_r1", "lo.s32", "mul.wide.u32")):
+        ptx = cases[name].matching("global_entries").ptx
+        for stride in (page, entry):
+            assert re.search(rf"{re.escape(product)}\s[^;]*\b{stride}\b", ptx), (name, stride)
+            assert not re.search(rf"{re.escape(other)}\s[^;]*\b{stride}\b", ptx), (name, stride)
 
 
 @pytest.mark.gpu
@@ -383,3 +394,32 @@ def test_kernels_equal_the_definition_on_the_gpu(spec):
         touched = (np.asarray(want) != np.asarray(inputs[i])).sum()
         # sums have another order and exponentials other last bits there: a bf16 rounding may go the other way
         assert (np.asarray(got) != np.asarray(want)).sum() <= 2 + 5e-3 * touched
+
+
+@pytest.mark.gpu
+def test_records_lie_where_they_should_in_pools_of_more_than_4_gib():
+    """The same rows into small pools and over all of large ones: the same records, and nothing else changed."""
+    spec = BY_NAME["verify_r1"]
+    keys, entries, pages = spec.keys * 17 // 32, spec.entries, 500_000  # 18.4 and 4.35 GB
+    run = jax.jit(lambda *a: two_launches.global_producer(*a, **spec.options)[:2], donate_argnums=(0, 1))
+
+    @jax.jit
+    def records(pools, slots):
+        page, at = (slots // entries)[:, None], (slots % entries)[:, None]
+        payload, scales = jnp.arange(spec.keys // 2), jnp.arange(spec.keys // 32)
+        key = [pools[1][page, at * len(payload) + payload], pools[1][page, entries * len(payload) + at * len(scales) + scales]]
+        written = sum(jnp.count_nonzero(jnp.any(pool.reshape(len(pool), -1) != 0, 1)) for pool in pools)
+        return [pools[0][page[:, 0], at[:, 0]], *key], written
+
+    found = []
+    for count in (spec.rows, pages):  # a page for every row, and as far apart as the pools allow
+        slots = np.linspace(0, count * entries - 1, spec.rows).astype(np.int32)
+        values = {
+            "global_pool": jnp.zeros((count, entries, 288), jnp.uint8), "index_pool": jnp.zeros((count, entries * keys), jnp.uint8),
+            "global_slots": jnp.asarray(slots), "index_slots": jnp.asarray(slots),
+        }  # fmt: skip
+        got, written = records(run(*changed(spec.make_inputs(6), **values)), jnp.asarray(slots))
+        assert written == 2 * spec.rows, "one page of either pool for every row"
+        found.append([np.asarray(x) for x in got])
+    for near, far in zip(*found, strict=True):
+        assert near.any() and near.tobytes() == far.tobytes()

@@ -210,8 +210,11 @@ def test_refusals_name_the_reason():
         call(*inputs, form="exact")
     with pytest.raises(ValueError, match="3 heads of 64 channels"):
         call(inputs[0], inputs[1][:, :3], *inputs[2:], heads=3)
-    huge = jax.ShapeDtypeStruct((2**20, 2**11), jnp.bfloat16)
-    assert "2147483648" in one_kernel.refuses(huge, *inputs[1:], **TINY.options)
+    channels = TINY.heads * TINY.dim
+    huge = jax.ShapeDtypeStruct((2**33 // channels, channels), jnp.bfloat16)  # of 4 GiB of codes
+    options = TINY.options | {"form": "packed"}
+    assert "2147483648" in one_kernel.refuses(huge, *inputs[1:], **options)
+    assert one_kernel.refuses(huge, *inputs[1:], **options | {"form": "values"}) is None
 
 
 def test_errors_name_the_shapes():

@@ -114,7 +114,7 @@ def test_chooses_and_refuses_with_a_reason():
     with pytest.raises(ValueError, match="16 rows of rank 24"):
         call(base, embedded[:, :24], weight[:, :24])
     huge = jax.ShapeDtypeStruct((4160, 129280), jnp.float32)
-    assert "2147483648" in one_read.refuses(huge, embedded, weight, first=0)
+    assert one_read.refuses(huge, embedded, weight, first=0) is None
     with pytest.raises(ValueError, match="first = 17"):
         markov_argmax(base, embedded, weight, first=17)
     with pytest.raises(ValueError, match=r"weight \[1000, 32\], got \(999, 32\)"):

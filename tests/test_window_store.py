@@ -141,6 +141,8 @@ def test_refusals_name_the_reason():
         )
     huge = jax.ShapeDtypeStruct((2**12, 2**13, 66), jnp.uint8)
     assert "2147483648" in one_pass.refuses(huge, *inputs[1:], **TINY.options)
+    huge = jax.ShapeDtypeStruct((2**13, 2**13, 66), jnp.uint8)
+    assert one_pass.refuses(huge, *inputs[1:], **TINY.options) is None
 
 
 def test_errors_name_the_shapes():

@@ -26,7 +26,8 @@ def refuses(projected, product, cos, sin, *, heads, dim, form):
         return "the queries stay as they are, the kernel rounds them to MXFP4"
     if heads & (heads - 1) or heads * dim > MOST_CHANNELS:
         return f"{heads} heads of {dim} channels, the kernel wants a power of two and at most {MOST_CHANNELS} channels"
-    return refuses_rows(dim, cos.shape[1], projected)
+    codes = jax.ShapeDtypeStruct((projected.shape[0], heads * dim // 2), jnp.uint8)
+    return refuses_rows(dim, cos.shape[1], projected, *([codes] if form == "packed" else []))
 
 
 def _body(projected, product, cos, sin, *out, heads: int, dim: int, scale: float):

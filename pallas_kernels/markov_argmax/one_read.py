@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 
 from ..codecs import cdiv
 from ..triton_e4m3 import bits_of
-from ..triton_rows import MOST_POOL_BYTES
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
 TILE = 32  # columns of one product
@@ -26,14 +25,12 @@ LEAST = -(2**31)  # below the key of every number
 
 def refuses(base, embedded, weight, *, first):
     """Why the kernel does not take these arguments, or None."""
-    del first
+    del base, first  # every size of f32 logits is addressed whole (triton_rows.refuses_size)
     if embedded.dtype != jnp.bfloat16 or weight.dtype != jnp.bfloat16:
         return f"operands are {embedded.dtype} and {weight.dtype}, the kernel is for bfloat16"
     rows, rank = embedded.shape
     if rows > MOST_ROWS or rank not in RANKS:
         return f"{rows} rows of rank {rank}, the kernel is for at most {MOST_ROWS} rows and ranks {RANKS}"
-    if 4 * base.size >= MOST_POOL_BYTES:
-        return f"logits of {4 * base.size} bytes, the kernel addresses less than {MOST_POOL_BYTES}"
     return None
 
 
