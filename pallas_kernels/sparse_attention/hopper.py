@@ -51,7 +51,7 @@ class Persistent:
     prefetch: bool = True  # selected entries into the L2 cache a row ahead
 
 
-HALVES = Persistent(decoder_registers=72, other_registers=208, halves=True)
+HALVES = Persistent(decoder_registers=64, other_registers=208, halves=True)
 
 
 def persistent(*args, cut: Persistent = Persistent(), **options):
@@ -81,13 +81,13 @@ def _launch(
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
     rows = batch * span
     if programs is not None:
-        tuned = tuned | dict(ROWS=rows, PADDED=max(64, 1 << (selected - 1).bit_length()))
-        rows = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
+        programs = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
+        tuned = tuned | dict(ROWS=rows, PROGRAMS=programs, PADDED=max(64, 1 << (selected - 1).bit_length()))
     return gluon_call.gluon_call(
         kernel,
         q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype),
-        grid=(rows, 1, 1), warps=warps, compute_capability=90,
+        grid=(programs or rows, 1, 1), warps=warps, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
         BOUNDS=bounds, ROTATE=rotate_query, **tuned,

@@ -19,7 +19,7 @@ RINGS = gl.constexpr(16)  # ring rows a part, half of their channels
 PICKS = gl.constexpr(32)  # selected entries a part, half of their channels: at 512 channels the same 4 KiB of codes
 HEADS = gl.constexpr(8)  # heads of the query a part, half of their channels
 PARTS = gl.constexpr(3)  # in the ring
-LOADER_REGISTERS = gl.constexpr(24)
+LOADER_REGISTERS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -48,8 +48,9 @@ def _prefetch(pool, slots, ENTRIES: gl.constexpr, BYTES: gl.constexpr):
 
 @gluon.jit
 def _load_parts(
-    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, picked, landed, taken,
-    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
+    slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, picked, landed, taken,
+    rows: gl.constexpr, programs: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """The loading warp group: of every row the query, the window, the selected entries, each part once its place is free."""
@@ -73,12 +74,12 @@ def _load_parts(
         if PREFETCH:
             _prefetch(glob_ptr, ahead, ENTRIES, 4 * RECORD)
     row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
-    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+    for t in range(gl.program_id(0), rows, programs):
         slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
-        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
+        row = load_row(t + programs, rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
         if K > 0:  # the row's slots, loaded a row ahead: one load a part would take its latency a part
             picked.store(ahead)
-            following = t + gl.num_programs(0)
+            following = t + programs
             ahead = gl.load(gslot_ptr + (following * K + entry), mask=(entry < K) & (following < rows), other=-1)
         if ring_tiles + pick_tiles > 0:
             source = q_ptr.to(gl.pointer_type(gl.int32)) + (t * (FIRST // 2 + N * H) + FIRST // 2)
@@ -193,10 +194,10 @@ def _take(words, scales, landed, taken, at, phase, W: gl.constexpr, SL: gl.const
 
 @gluon.jit
 def _decode_parts(
-    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
+    slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
     asked, given, ready, free,
-    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, N_SLOTS: gl.constexpr,
-    WINDOW: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
+    rows: gl.constexpr, programs: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    PAIRS: gl.constexpr, N_SLOTS: gl.constexpr, WINDOW: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """The decoding warp group: of every row the query, once the row before needs its own no more, and its tiles, each into buffer
     n % 2 as soon as that is free. Tiles are counted through all rows."""
@@ -218,9 +219,9 @@ def _decode_parts(
     odd_words = qo._reinterpret(gl.int32, [2, N, H // 4], WORDS)
     at, phase, n = 0, 0, 0
     row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
-    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+    for t in range(gl.program_id(0), rows, programs):
         slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
-        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
+        row = load_row(t + programs, rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
         if ring_tiles + pick_tiles > 0:
             if n > 0:  # the probabilities of the last tile are published: no logit of that row is left to compute
                 last = (n >> 1) - 1
@@ -276,10 +277,10 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr, PREFETCH: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr, PADDED: gl.constexpr, PREFETCH: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """hopper_kernel.attention for ROWS query rows in any number of programs, launched with 4 warps; the second multiplying
+    """hopper_kernel.attention for ROWS query rows in PROGRAMS programs, launched with 4 warps; the second multiplying
     warp group gets OTHER_REGISTERS registers a thread, the first what is left."""
     H: gl.constexpr = D // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -326,31 +327,31 @@ def attention(
             (
                 attend_half,
                 (
-                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
                     qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
-                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, LEFT,
+                    ROWS, PROGRAMS, scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, LEFT,
                 ),
             ),
             (
                 attend_half,
                 (
-                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
                     qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
-                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, RIGHT,
+                    ROWS, PROGRAMS, scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, RIGHT,
                 ),
             ),
             (
                 _decode_parts,
                 (
-                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken,
-                    qe, qo, we, wo, asked, given, ready, free, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
+                    slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken,
+                    qe, qo, we, wo, asked, given, ready, free, ROWS, PROGRAMS, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
                 ),
             ),
             (
                 _load_parts,
                 (
-                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
-                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PREFETCH,
+                    slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
+                    picked, landed, taken, ROWS, PROGRAMS, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PREFETCH,
                 ),
             ),
         ],

@@ -18,7 +18,7 @@ from pallas_kernels.sparse_attention.hopper_kernel import LOG2E, SHIFT, TILE
 
 @gluon.jit
 def load_row(
-    t, rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S: gl.constexpr, BOUNDS: gl.constexpr
+    t, rows: gl.constexpr, slots_ptr, pos_ptr, start_ptr, end_ptr, S: gl.constexpr, BOUNDS: gl.constexpr
 ):  # fmt: skip
     """Of query row t: its ring's slot, its position, and the window's bounds if BOUNDS; t may lie behind the last row."""
     t = gl.minimum(t, rows - 1)
@@ -73,14 +73,16 @@ def _store_output(
 ):  # fmt: skip
     """Round, rotate back and store this side's half of the channel pairs."""
     H: gl.constexpr = D // 2
-    re = (acc_e * inverse).to(gl.bfloat16).to(gl.float32)
-    im = (acc_o * inverse).to(gl.bfloat16).to(gl.float32)
+    even, odd = (acc_e * inverse).to(gl.bfloat16), (acc_o * inverse).to(gl.bfloat16)
     channel = gl.arange(0, H // 2, gl.SliceLayout(0, A)) + SIDE * (H // 2)
-    pair = channel - (H - PAIRS)
-    cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
-    sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
-    low = (re * cos + im * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
-    high = (im * cos - re * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
+    if (SIDE + 1) * (H // 2) > H - PAIRS:
+        pair = channel - (H - PAIRS)
+        cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
+        sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
+        re, im = even.to(gl.float32), odd.to(gl.float32)
+        even, odd = (re * cos + im * sin).to(gl.bfloat16), (im * cos - re * sin).to(gl.bfloat16)
+    low = even.to(gl.uint16, bitcast=True).to(gl.uint32)
+    high = odd.to(gl.uint16, bitcast=True).to(gl.uint32)
     head = gl.arange(0, N, gl.SliceLayout(1, A))
     at = gl.expand_dims((t * N + head) * H, 1) + gl.expand_dims(channel, 0)
     gl.store(out_ptr.to(gl.pointer_type(gl.uint32)) + at, low | (high << 16))
@@ -155,10 +157,10 @@ def _add_own(
 
 @gluon.jit
 def attend_half(
-    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+    slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, ready, given, free, summed,
-    scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr,
-    N_SLOTS: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
+    rows: gl.constexpr, programs: gl.constexpr, scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, PAIRS: gl.constexpr, N_SLOTS: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr,
     SIDE: gl.constexpr,
 ):  # fmt: skip
     """Warp group SIDE: the logits of every other tile and channels SIDE * D/2 .. of every row's output. Tiles are counted
@@ -178,9 +180,9 @@ def attend_half(
     counts = counts.index(SIDE)
     base, query = 0, 0
     row = load_row(gl.program_id(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
-    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+    for t in range(gl.program_id(0), rows, programs):
         slot, first, end, ring_tiles, pick_tiles = row_range(row[0], row[1], row[2], row[3], N_SLOTS, WINDOW, K)
-        row = load_row(t + gl.num_programs(0), rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
+        row = load_row(t + programs, rows, slots_ptr, pos_ptr, start_ptr, end_ptr, S, BOUNDS)
         chosen = gslot_ptr + t * K
         tiles = ring_tiles + pick_tiles
         m = gl.full([N], -1e30, gl.float32, gl.SliceLayout(1, SL))

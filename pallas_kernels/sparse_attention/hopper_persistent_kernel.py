@@ -243,7 +243,7 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PROGRAMS: gl.constexpr, PADDED: gl.constexpr, DECODER_REGISTERS: gl.constexpr,
     OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """hopper_kernel.attention for ROWS query rows in any number of programs, launched with 4 warps; the second multiplying
