@@ -60,6 +60,14 @@ def halves(pair):
     return pair & 0xFFFF, pair >> 16
 
 
+def cap_ties(counts, places):
+    """Ranks better than the cut, and in the upper half those equal to it: of these no more than there are places.
+
+    Which ties get one stays the same, and sums of capped counts stay in their half.
+    """
+    return (counts & 0xFFFF) | ((counts >> 16).minimum(places) << 16)
+
+
 def find_cut(m, space: Space, each_pair, k: int, on_outer=None):
     """The k-th best rank.
 

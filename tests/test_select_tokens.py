@@ -128,6 +128,21 @@ def test_emulated_kernel_at_release_widths(version, width):
         assert (want[9] == -1).all() and (want[7] >= 0).all() and (want[5] == np.arange(512)).all()
 
 
+def rows_of_ties(width: int):
+    """(scores, end, what 64 selected are): more ties at the cut than 16 bits count, better scores before and behind them."""
+    scores = np.ones((2, width), np.float32)
+    scores[:, [5, width - 7]] = 2
+    want = np.r_[np.arange(63), width - 7]
+    return (jnp.asarray(scores, jnp.bfloat16), jnp.asarray([width, width - 7], jnp.int32)), [want, np.arange(64)]
+
+
+def test_emulated_kernel_of_wide_rows_with_more_ties_than_16_bits_count():
+    """Of all warps' columns together, and of one warp's alone."""
+    for width, threads in ((131072, 256), (1 << 19, 128)):
+        args, want = rows_of_ties(width)
+        np.testing.assert_array_equal(radix_wide.emulated(*args, k=64, threads=threads), want)
+
+
 def test_filler_is_never_read():
     """Poison beyond `end` changes nothing, whatever it is."""
     rng = np.random.default_rng(1)
@@ -216,3 +231,9 @@ class TestCompiledBits:
             kwargs = {n: jnp.asarray(x) for n, x in extra.items()}
             (got,) = run_on_gpu(version, (bits.bf16(scores), jnp.asarray(ends)), 512, kwargs)
             np.testing.assert_array_equal(np.asarray(got), oracle(scores, ends, 512, **extra))
+
+
+@pytest.mark.gpu
+def test_compiled_kernel_of_wide_rows_with_more_ties_than_16_bits_count():
+    args, want = rows_of_ties(1 << 20)
+    np.testing.assert_array_equal(np.asarray(run_on_gpu("radix_wide", args, 64, {})[0]), want)

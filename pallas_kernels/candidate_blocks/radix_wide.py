@@ -138,9 +138,7 @@ def _publish(row: _Row, cut, places, sums, ids, count, flags):
         return total
 
     total = m.sum_warp(row.each(m.word(0), count_own))  # better than the cut, and equal to it in the upper half
-    # More ties than places are as many as places to the warps behind; so their sum stays in its half.
-    total = (total & 0xFFFF) | ((total >> 16).minimum(places) << 16)
-    before, all_blocks = m.scan_warps(total, sums)
+    before, all_blocks = m.scan_warps(radix.cap_ties(total, places), sums)
     kept_total = (all_blocks & 0xFFFF) + (all_blocks >> 16).minimum(places)
 
     def emit(c, words, before):

@@ -106,15 +106,16 @@ def _emit(row: _Row, cut, places, outer, refs: Refs):
     def reread(c):
         return masks(m, row.read(c), cut, outer)
 
-    total = m.scan_warp(row.fold(m.word(0), count_kept, lambda c, total: total + counts(*reread(c))))
-    before, _ = m.scan_warps(m.shuffle(total, 31), refs.sums)
+    own = row.fold(m.word(0), count_kept, lambda c, total: total + counts(*reread(c)))
+    total = m.sum_warp(radix.cap_ties(own, places))
+    before, _ = m.scan_warps(radix.cap_ties(total, places), refs.sums)
 
     def emit(c, found, before):
         count = counts(*found)
         running = m.scan_warp(count)
         column = row.column + c * STEP
         radix_select.place(m, *found, before + running - count, column, places, refs.chosen)
-        return before + m.shuffle(running, 31)
+        return radix.cap_ties(before + m.shuffle(running, 31), places)
 
     def emit_kept(c, before):
         return emit(c, (m.get(row.kept, row.slot(c, 0)), m.get(row.kept, row.slot(c, 1))), before)
