@@ -19,13 +19,13 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import sys
 import tempfile
 import time
 
 import numpy as np
 
 from bench import decode
+from bench.command_line import at_least, out_file, run_program
 from bench.distances import distances, first_divergence, result
 
 TINY_RUN = {"count": 8, "context": 384, "max_new_tokens": 16, "batch": 4, "chunk": 64, "capacity": 512}
@@ -242,7 +242,7 @@ def parse(argv) -> argparse.Namespace:
     which = p.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="DIR", help="default: a tiny random one, made on the spot")
     which.add_argument("--preset", help="random weights made on the device: tiny or flash-rank")
-    p.add_argument("--layers", type=int, help="cut random weights to this many layers (default 3 of the tiny checkpoint; 6 keep every class)")
+    p.add_argument("--layers", type=at_least(3), help="cut random weights to this many layers (default 3 of the tiny checkpoint; 6 keep every class)")
     p.add_argument("--a", default="reference", metavar="SIDE", help="default: reference")
     p.add_argument("--b", default="auto", metavar="SIDE", help="default: auto")
     p.add_argument("--prompts", metavar="FILE.jsonl", help="default: synthetic retrieval prompts")
@@ -255,7 +255,7 @@ def parse(argv) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, help=f"{about} (default {FULL_RUN[key]}; tiny: {TINY_RUN[key]})")
     p.add_argument("--ignore-eos", action="store_true", help="compare what follows an end of text too")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the result as JSON")
     args = p.parse_args(argv)
     small = args.preset == "tiny" or (args.preset is None and args.checkpoint is None)
     for key, value in (TINY_RUN if small else FULL_RUN).items():
@@ -347,5 +347,4 @@ def _print(out: dict) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    run_program("bench.agreement", main)

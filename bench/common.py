@@ -17,6 +17,8 @@ import time
 import jax
 import jax.numpy as jnp
 
+from dsv41_jax.cli_run import whole_file
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", "flax", "numpy")
 
@@ -84,10 +86,11 @@ def environment(seed: int | None = None) -> dict:
 
 
 def write_json(path, result: dict) -> pathlib.Path:
-    """Write a result; its folder is made."""
+    """Write a result, whole or not at all; its folder is made."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, sort_keys=False) + "\n")
+    with whole_file(path, "w") as f:
+        f.write(json.dumps(result, indent=1, sort_keys=False) + "\n")
     return path
 
 

@@ -15,6 +15,8 @@ import time
 
 import numpy as np
 
+from bench.command_line import at_least, out_file, run_program
+
 EXCHANGES = ("gather", "reduce_scatter", "ring", "all_to_all", "ragged")  # --exchange
 ARCHES = {"h200": "sm_90", "b200": "sm_100", "b300": "sm_103"}
 TARGETS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "targets"
@@ -32,16 +34,16 @@ def parse(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="bench.compile_report", description=__doc__.split("\n\n")[0])
     p.add_argument("--preset", default="flash", help="flash or tiny")
     p.add_argument("--target", default="b300", help="h200, b200 or b300")
-    p.add_argument("--ranks", type=int, default=4, help="GPUs: data-parallel attention, expert-parallel experts")
-    p.add_argument("--batch", type=int, default=64, help="requests per rank")
-    p.add_argument("--context", type=int, default=32768, help="tokens of a request; 1024 more fit in its pages")
-    p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
-    p.add_argument("--gamma", type=int, help="drafts per step (default: the draft block)")
+    p.add_argument("--ranks", type=at_least(1), default=4, help="GPUs: data-parallel attention, expert-parallel experts")
+    p.add_argument("--batch", type=at_least(1), default=64, help="requests per rank")
+    p.add_argument("--context", type=at_least(1), default=32768, help="tokens of a request; 1024 more fit in its pages")
+    p.add_argument("--layers", type=at_least(3), help="cut to this many layers; 6 keep every layer class")
+    p.add_argument("--gamma", type=at_least(0, 5), help="drafts per step (default: the draft block)")
     p.add_argument("--exchange", default="gather", choices=EXCHANGES)
-    p.add_argument("--exchange-parts", type=int, default=1, help="column parts in which the experts' contributions go home")
+    p.add_argument("--exchange-parts", type=at_least(1), default=1, help="column parts in which the experts' contributions go home")
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
-    p.add_argument("--hlo", metavar="FILE", help="write the compiled HLO")
-    p.add_argument("--out", metavar="FILE", help="write the report as JSON")
+    p.add_argument("--hlo", type=out_file, metavar="FILE", help="write the compiled HLO")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the report as JSON")
     return p.parse_args(argv)
 
 
@@ -246,4 +248,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.compile_report", main)

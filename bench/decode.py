@@ -14,16 +14,15 @@ the compiled step holds a copy the size of a pool, if a forced draft is rejected
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
 import statistics
-import sys
 import time
 
 import numpy as np
 
 from bench import checks
+from bench.command_line import at_least, out_file, run_program
 from bench.compile_report import EXCHANGES
 
 TOGETHER = 4  # steps compiled side by side: XLA compiles the kernels of one in several threads
@@ -33,41 +32,43 @@ def workload_parser(prog: str, about: str) -> argparse.ArgumentParser:
     """The flags of one workload and its protocol, which every bench of the whole step takes."""
     p = argparse.ArgumentParser(prog=prog, description=about.split("\n\n")[0])
     p.add_argument("--preset", default="tiny", help="tiny (CPU), flash-rank (one full-size rank on one GPU) or flash (--ranks)")
-    p.add_argument("--layers", type=int, help="cut to this many layers; 6 keep every layer class")
-    p.add_argument("--batch", type=int, help="requests (flash-rank: 64)")
-    p.add_argument("--context", type=int, help="tokens of every request before the round (flash-rank: 32768)")
-    p.add_argument("--capacity", type=int, help="tokens of every page table (default: context + 1024; tiny: + 256)")
-    p.add_argument("--gamma", type=int, default=5, help="drafts per step, 0..5; 0 = plain decoding")
+    p.add_argument("--layers", type=at_least(3), help="cut to this many layers; 6 keep every layer class")
+    p.add_argument("--batch", type=at_least(1), help="requests (flash-rank: 64)")
+    p.add_argument("--context", type=at_least(1), help="tokens of every request before the round (flash-rank: 32768)")
+    p.add_argument("--capacity", type=at_least(1), help="tokens of every page table (default: context + 1024; tiny: + 256)")
+    p.add_argument("--gamma", type=at_least(0, 5), default=5, help="drafts per step, 0..5; 0 = plain decoding")
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,operator=name...] beside auto")
     p.add_argument("--fake-balance", action="store_true", help="balanced routing whatever the router says")
-    p.add_argument("--steps", type=int, default=32, help="steps of a round")
-    p.add_argument("--warmup", type=int, default=2, help="rounds before the measured ones")
-    p.add_argument("--rounds", type=int, default=3, help="measured rounds")
+    p.add_argument("--steps", type=at_least(2), default=32, help="steps of a round; the first does not count")
+    p.add_argument("--warmup", type=at_least(0), default=2, help="rounds before the measured ones")
+    p.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the result as JSON")
     return p
 
 
 def parse(argv=None) -> argparse.Namespace:
     p = workload_parser("bench.decode", __doc__)
-    p.add_argument("--ranks", type=int, help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
+    p.add_argument("--ranks", type=at_least(1), help="data- and expert-parallel ranks, a device each; --batch counts one rank's requests")
     p.add_argument("--exchange", choices=EXCHANGES,
                    help="how rows reach the experts of other ranks (default: gather)")  # fmt: skip
     p.add_argument("--exchange-parts", type=int, metavar="N", help="column parts in which contributions go home (default: 1)")
     p.add_argument("--exchange-spare-sms", type=int, metavar="N", help="multiprocessors that the experts' product of a later part "
                    "leaves to the transfer of the part before (default: 8)")  # fmt: skip
     p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
-    p.add_argument("--hlo", metavar="FILE", help="write the compiled step's HLO")
+    p.add_argument("--hlo", type=out_file, metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)
 
 
 def decode_options(args):
-    """DecodeOptions of the command line. Raises ValueError for an unknown operator."""
+    """DecodeOptions of the command line. Raises ValueError for an unknown word or operator."""
     from dsv41_jax.options import DecodeOptions
 
     pairs = [part.split("=", 1) for part in args.impl.split(",") if "=" in part]
-    default = next((part for part in args.impl.split(",") if "=" not in part), "auto")
-    return DecodeOptions(default, tuple((op, name) for op, name in pairs), getattr(args, "fake_balance", False))
+    words = [part for part in args.impl.split(",") if "=" not in part] or ["auto"]
+    if len(words) > 1 or words[0] not in ("auto", "reference"):
+        raise ValueError(f"impl: expected auto or reference, once, and operator=name beside it, got {args.impl!r}")
+    return DecodeOptions(words[0], tuple((op, name) for op, name in pairs), getattr(args, "fake_balance", False))
 
 
 def takes_shuffled_experts(options) -> bool:
@@ -399,5 +400,4 @@ def _print(out: dict) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    run_program("bench.decode", main)

@@ -13,13 +13,12 @@ The run fails, with the reason, if anything compiles after warm-up or is transfe
 request does not get all its tokens.
 """
 
-import contextlib
 import os
 import statistics
-import sys
 import time
 
 from bench import decode
+from bench.command_line import run_program
 
 
 def build(args, workload, params, reuse: bool):
@@ -116,5 +115,4 @@ def main(argv=None) -> dict:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    run_program("bench.engine", main)

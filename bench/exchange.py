@@ -13,6 +13,8 @@ import statistics
 import sys
 import time
 
+from bench.command_line import at_least, out_file, run_program
+
 LINK_GBPS = {"NVIDIA H200": 450.0, "NVIDIA H100": 450.0, "NVIDIA B200": 900.0, "NVIDIA B300": 900.0}  # one way, per GPU
 ROTATE = 8  # different inputs per launch
 EQUAL = ("equal", "equal but for the sign of zeros")
@@ -20,16 +22,16 @@ EQUAL = ("equal", "equal but for the sign of zeros")
 
 def parse(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="bench.exchange", description=__doc__.split("\n\n")[0])
-    p.add_argument("--ranks", type=int, default=2)
-    p.add_argument("--rows", type=int, default=384, help="rows per rank: 64 requests x 6")
-    p.add_argument("--hidden", type=int, default=5120)
-    p.add_argument("--experts", type=int, default=384, help="routed experts over all ranks")
-    p.add_argument("--top", type=int, default=6, help="experts of a row")
-    p.add_argument("--repeats", type=int, default=10, help="samples; each runs 24 x 8 exchanges")
+    p.add_argument("--ranks", type=at_least(1), default=2)
+    p.add_argument("--rows", type=at_least(1), default=384, help="rows per rank: 64 requests x 6")
+    p.add_argument("--hidden", type=at_least(1), default=5120)
+    p.add_argument("--experts", type=at_least(1), default=384, help="routed experts over all ranks")
+    p.add_argument("--top", type=at_least(1), default=6, help="experts of a row")
+    p.add_argument("--repeats", type=at_least(1), default=10, help="samples; each runs 24 x 8 exchanges")
     p.add_argument("--exchanges", default="gather,reduce_scatter,ring,all_to_all",
                    help="gather, reduce_scatter, ring, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)
 
 
@@ -257,4 +259,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.exchange", main)

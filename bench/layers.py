@@ -16,9 +16,11 @@ import itertools
 import json
 import pathlib
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
+
+from bench.command_line import at_least, out_file, run_program
+from dsv41_jax.json_files import read_json_object
 
 # the reference system's attention interval on B300, us (spec/decode.md section 5, "optimised")
 REFERENCE_B300_US = {"SWA": 99.29, "FULL2": 292.24, "FULL1": 360.80, "REINDEX": 187.66, "REUSE": 128.06}
@@ -223,27 +225,37 @@ def attention_classes(layers: dict[tuple[int, str], float]) -> dict:
     return {"classes": rows, "mean_us": round(sum(every) / len(every), 2) if every else None}
 
 
+def read_decode(path) -> dict:
+    """The result file of the traced run. Raises ValueError (file, expected, got), OSError if it cannot be read."""
+    data = read_json_object(path)
+    result = data.get("result")
+    step = result.get("step_ms") if isinstance(result, dict) else None
+    if data.get("benchmark") != "decode" or not isinstance(step, int | float):
+        raise ValueError(f"{path}: expected a result of bench.decode with its step_ms, got {sorted(data)[:8]}")
+    return data
+
+
 def main(argv=None) -> dict:
     p = argparse.ArgumentParser(prog="bench.layers", description=__doc__.split("\n\n")[0])
     p.add_argument("--trace", required=True, type=pathlib.Path, help="folder that bench.decode --profile wrote")
     p.add_argument("--decode", required=True, help="JSON of the same run")
-    p.add_argument("--steps", type=int, default=4, help="steps in the trace")
-    p.add_argument("--out", metavar="FILE")
+    p.add_argument("--steps", type=at_least(1), default=4, help="steps in the trace")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the result as JSON")
     args = p.parse_args(argv)
-    run = json.loads(pathlib.Path(args.decode).read_text())
+    traced = read_decode(args.decode)
     events = read_trace(args.trace)
     if not events:
         raise SystemExit(f"bench.layers: {args.trace} holds no GPU kernels of the step")
     out = attribute(events, scopes_of((args.trace / "step.hlo").read_text()), args.steps)
-    measured = run["result"]["step_ms"] * 1e3
+    measured = traced["result"]["step_ms"] * 1e3
     if out["exchange"]:
-        others = [read_trace(args.trace, gpu=gpu) for gpu in range(1, run["protocol"].get("ranks", 1))]
+        others = [read_trace(args.trace, gpu=gpu) for gpu in range(1, traced["protocol"].get("ranks", 1))]
         out["exchange"] |= waits_of_gpus([events, *others], args.steps)
     out["parts_us"]["gaps"] = round(measured - out["busy_us"], 2)
     out = {
         "benchmark": "layers",
-        "environment": run["environment"],
-        "protocol": run["protocol"],
+        "environment": traced["environment"],
+        "protocol": traced["protocol"],
         "measured_step_us": measured,
         **out,
     }
@@ -268,4 +280,4 @@ def _print(out: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program("bench.layers", main)

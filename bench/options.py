@@ -11,15 +11,14 @@ Protocol and checks are those of `bench.decode`.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import importlib
 import os
 import statistics
-import sys
 import time
 
 from bench import checks, decode
+from bench.command_line import run_program
 
 CONTROL = "default again"
 
@@ -226,5 +225,4 @@ def _print(out: dict) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    run_program("bench.options", main)

@@ -25,6 +25,8 @@ import os
 import re
 import sys
 
+from bench.command_line import at_least, out_file, run_program
+
 PRECISIONS = ("released", "float32_cache")
 ENGRAM_ROWS = 1_000_000
 OUTPUTS = ("tokens", "count", "accepted", "finite")  # of a step, beside the confidences
@@ -35,18 +37,18 @@ XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false", "--xla_gpu_autotune_level=0")
 def parse(argv=None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="bench.ranks_check", description=__doc__.split("\n\n")[0])
     p.add_argument("--preset", default="tiny", choices=("tiny", "flash"))
-    p.add_argument("--layers", type=int, default=6, help="cut to this many layers; 6 keep every layer class")
-    p.add_argument("--ranks", type=int, default=2)
-    p.add_argument("--batch", type=int, help="requests of each rank (default: the preset's)")
-    p.add_argument("--context", type=int, help="tokens of every request (default: 4096; tiny: 64)")
-    p.add_argument("--steps", type=int, default=3, help="MTP steps, each from the state of the one before")
+    p.add_argument("--layers", type=at_least(3), default=6, help="cut to this many layers; 6 keep every layer class")
+    p.add_argument("--ranks", type=at_least(1), default=2)
+    p.add_argument("--batch", type=at_least(1), help="requests of each rank (default: the preset's)")
+    p.add_argument("--context", type=at_least(1), help="tokens of every request (default: 4096; tiny: 64)")
+    p.add_argument("--steps", type=at_least(1), default=3, help="MTP steps, each from the state of the one before")
     p.add_argument("--precision", default="released", choices=PRECISIONS)
     p.add_argument("--impl", default="auto", help="auto, reference, or operator=name[,...] beside either")
     p.add_argument("--exchanges", default="gather,gather/2,all_to_all",
                    help="gather, reduce_scatter, ring, all_to_all or ragged, each with /N for N column parts")  # fmt: skip
     p.add_argument("--one-batch", action="store_true", help="also report one device with all requests in one batch")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    p.add_argument("--out", type=out_file, metavar="FILE", help="write the result as JSON")
     return p.parse_args(argv)
 
 
@@ -327,4 +329,4 @@ def _fix_products() -> None:
 
 if __name__ == "__main__":
     _fix_products()
-    main()
+    run_program("bench.ranks_check", main)

@@ -11,14 +11,13 @@ in the notes, and the floor beside each time is the cut's own. A run cut short k
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
 import os
-import sys
 import time
 
 from bench import checks, decode
+from bench.command_line import at_least, run_program
 
 CONTEXTS = {"flash-rank": (4096, 16384, 32768, 131072, 524288, 1047552), "tiny": (64, 256, 1024)}
 BATCHES = {"flash-rank": (1, 8, 32, 64, 128), "tiny": (1, 2, 4)}
@@ -144,7 +143,7 @@ class Sweep:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+    return tuple(at_least(1)(part) for part in text.split(",") if part.strip())
 
 
 def main(argv=None) -> dict:
@@ -200,5 +199,4 @@ def _print(runs: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1:])
+    run_program("bench.sweep", main)
