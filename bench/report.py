@@ -6,10 +6,10 @@ names the file, whose device, versions, commit and date are in the table of sour
 """
 
 import argparse
-import contextlib
 import pathlib
 import sys
 
+from bench.command_line import run_program
 from bench.results_files import OperatorRow, Results, Source, StepRow, main_specs, newest, plain_times, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -287,6 +287,19 @@ def summary(results: Results, folder: str, charts: list[str]) -> str:
     return f"{out}{lacking}Every row: [{folder}]({folder}/README.md).\n"
 
 
+def check(results: Results, folder: pathlib.Path) -> None:
+    """Show every file alone. Raises ValueError (file, why) for one that holds something else than its kind of result."""
+    for source in results.sources:
+        of_it = lambda rows, name=source.file: [r for r in rows if r.source.file == name]
+        alone = Results([source], of_it(results.operators), of_it(results.steps), [], {source.file: results.raw[source.file]})
+        try:
+            report(alone, [])
+            summary(alone, "", [])
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+            why = f"{type(e).__name__}: {e}"
+            raise ValueError(f"{folder / source.file}: expected a {source.kind} result, its fields cannot be shown ({why})") from e
+
+
 def insert(text: str, section: str) -> str:
     """A README with `section` between its marks. Raises ValueError where they are missing."""
     start, end = (text.find(mark) for mark in MARKS)
@@ -303,6 +316,7 @@ def main(argv=None) -> None:
     readme = args.readme or (README if args.results.resolve() == FOLDER else None)
     try:
         results = read(args.results)
+        check(results, args.results)
         text = readme.read_text() if readme else None
         if text is not None:
             insert(text, "")  # refuses a file without the marks before anything is written
@@ -322,5 +336,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    run_program("bench.report", main)

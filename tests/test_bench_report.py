@@ -174,6 +174,23 @@ def test_broken_files_are_refused_by_name(tmp_path, content, said):
     assert not (tmp_path / "README.md").exists()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"benchmark": "layers", "environment": ENVIRONMENT, "protocol": PROTOCOL},
+        {"benchmark": "layers", "environment": ENVIRONMENT, "measured_step_us": "x", "parts_us": {}, "kernels": {}},
+        {"benchmark": "compile_report", "environment": ENVIRONMENT, "what": None},
+        {"benchmark": "options", "environment": ENVIRONMENT, "results": [{}], "protocol": PROTOCOL, "not_taken": {}},
+        DECODE | {"environment": ENVIRONMENT | {"device": None}},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_refused_by_name(tmp_path, broken):
+    write(tmp_path, {"good.json": DECODE, "broken.json": broken})
+    with pytest.raises(SystemExit, match=r"bench.report: .*broken.json: expected a \w+ result"):
+        report.main(["--results", str(tmp_path)])
+    assert {p.name for p in tmp_path.iterdir()} == {"good.json", "broken.json"}  # nothing was written
+
+
 def test_a_bench_without_a_section_is_shown_as_it_is(tmp_path):
     engine = {"benchmark": "engine", "environment": ENVIRONMENT, "result": {"reused": {"step_ms": 19.25, "ok": True}, "n": [1]}}
     results = results_files.read(write(tmp_path, {"engine.json": engine}))
