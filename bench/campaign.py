@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 
+from bench.command_line import at_least, run_program
+
 CUT = ("--preset", "flash-rank", "--layers", "6")  # six layers keep every layer class at released widths
 
 
@@ -128,8 +130,8 @@ def chosen(names: str | None, ranks: int = 1) -> list[Job]:
 def main(argv=None) -> int:
     p = argparse.ArgumentParser(prog="bench.campaign", description=__doc__.split("\n\n")[0])
     p.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="where the result files go")
-    p.add_argument("--ranks", type=int, default=1, help="GPUs; more than one: the jobs of the sharded step")
-    p.add_argument("--layers", type=int, default=40, help="of `decode` over several ranks (default 40: all)")
+    p.add_argument("--ranks", type=at_least(1), default=1, help="GPUs; more than one: the jobs of the sharded step")
+    p.add_argument("--layers", type=at_least(3), default=40, help="of `decode` over several ranks (default 40: all)")
     p.add_argument("--jobs", metavar="NAMES", help="comma-separated, in this order (default: those that --list shows)")
     p.add_argument("--minutes", type=float, default=60.0, help="time limit for all of it (default 60)")
     p.add_argument("--list", action="store_true", help="print the commands and run none")
@@ -154,4 +156,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program("bench.campaign", lambda: sys.exit(main()))
