@@ -30,8 +30,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # two windows a request of the kernel that shares keys, whose two groups of warps get two rows and one
 BLOCKS = dataclasses.replace(scores_specs.SMALL_BLOCKS, batch=2, span=3, context=1021, blocks=40, columns=9)
 SHARE = {"window": (*scores_hopper.WINDOW[:4], 2)}  # 2 programs a request
-ABREAST = SHARE | {"abreast": True, "prefetch": True}
-STREAM = {"window": (32, 16, 3, 128, 1)}  # of the kernel that decodes apart: four windows, whose ring wraps
 GATHER = {"window": None, "chunk": 256}  # 4 tiles of a row and the fifth
 DENSE = dataclasses.replace(scores_specs.SMALL, batch=3, span=2, columns=3, context=200)
 ATTENTION = dataclasses.replace(
@@ -46,11 +44,6 @@ def blocks_reference():
 
 def run_blocks(inputs, **options):
     return np.asarray(scores_hopper.index_score_blocks(**inputs, block_size=8, **options)).astype(np.float64)
-
-
-def run_stream(inputs, window=STREAM["window"]):
-    got = scores_hopper.index_score_blocks_streamed(**inputs, block_size=8, window=window)
-    return np.asarray(got).astype(np.float64)
 
 
 def check_scores(got, want):
@@ -95,10 +88,8 @@ def test_candidate_kernels_score_what_the_reference_scores(change, order):
     change(inputs)
     with emulated(order):
         gathered, shared = run_blocks(inputs, **GATHER), run_blocks(inputs, **SHARE)
-        others = run_blocks(inputs, **ABREAST), run_stream(inputs)
     check_scores(gathered, blocks_reference()(**inputs))
-    for got in (shared, *others):
-        np.testing.assert_array_equal(got, gathered)
+    np.testing.assert_array_equal(shared, gathered)
 
 
 def test_candidates_that_fill_the_list_of_a_window():
@@ -109,13 +100,10 @@ def test_candidates_that_fill_the_list_of_a_window():
     inputs["block_ids"][1, :3] = -1, 5, 90
     inputs["end"][:] = 8 * spec.blocks, 8 * spec.blocks - 3
     want = blocks_reference()(**inputs)
-    one = {"window": (32, 12, 1, 128, 2)}
-    for order, options in (("ascending", one), ("descending", one), ("descending", one | {"abreast": True})):
+    for order in ("ascending", "descending"):
         with emulated(order):
-            got = run_blocks(inputs, **options)
+            got = run_blocks(inputs, window=(32, 12, 1, 128, 2))
         check_scores(got, want)
-    with emulated("ascending"):
-        check_scores(run_stream(inputs, (32, 16, 2, 168, 1)), want)
 
 
 @pytest.mark.parametrize(("span", "order"), [(2, "ascending"), (3, "descending"), (6, "ascending")])
@@ -130,10 +118,9 @@ def test_dense_kernel_scores_what_the_reference_scores(span, order):
     inputs["q"][-span:], inputs["head_weights"][-span:] = np.nan, np.inf
     inputs["head_weights"][0] = -abs(inputs["head_weights"][0])  # its zeros would come out negative
     want = jax.jit(scores_reference.index_score)(**inputs)
-    for abreast in (False, True):
-        with emulated(order):
-            got = scores_hopper.index_score(**inputs, programs=3, abreast=abreast)
-        check_scores(np.asarray(got).astype(np.float64), want)
+    with emulated(order):
+        got = np.asarray(scores_hopper.index_score(**inputs, programs=3)).astype(np.float64)
+    check_scores(got, want)
 
 
 def check_attention(got, want):
@@ -210,9 +197,6 @@ BROKEN = {  # what is wrong: (kernel's options, edit of the PTX, order, what the
     "positions outside the table are read": (GATHER, replace(BOUND.format(CAPACITY), r"\1, -1;"), "together", "global"),
     "pages outside the pool are read": (GATHER, replace(BOUND.format(PAGES), r"\1, -1;"), "together", "global"),
     "no barrier behind the queries": (GATHER, replace(BARRIER.format("0"), ""), "ascending", None),
-    "no barrier behind the lists, rows abreast": (
-        ABREAST, replace(BARRIER.format("15, 256"), "", 1), "descending", "shared|deadlock"
-    ),
     "no barrier behind the lists": (SHARE, replace(BARRIER.format("15, 256"), "", 1), "descending", "shared|deadlock"),
 }  # fmt: skip
 
@@ -234,14 +218,6 @@ def test_a_broken_kernel_is_seen(name):
         got = run_blocks(inputs, **options)
     with pytest.raises(AssertionError):
         check_scores(got, want)
-
-
-@pytest.mark.parametrize(("which", "what"), [(0, "free"), (-1, "full")])
-def test_a_window_that_is_not_handed_over_is_a_deadlock(which, what):
-    """The decoder's buffers that no group gives back, the window that it tells nobody of."""
-    edit = replace(r"@%p\d+ mbarrier\.arrive[^;]*;", "", which)
-    with emulated(edit=edit), pytest.raises(PtxError, match=r"deadlock: warp \d+ of program 0 at line \d+"):
-        run_stream(BLOCKS.make_inputs(seed=49))
 
 
 def test_a_missing_arrival_is_a_deadlock():

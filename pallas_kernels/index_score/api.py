@@ -1,7 +1,5 @@
 """index_score and index_score_blocks: indexer logits over all visible columns, or over candidate blocks only."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -52,17 +50,11 @@ def _validate(op, q, head_weights, index_pool, table):
 
 
 IMPLEMENTATIONS = (  # of the dense operator, fastest first
-    registry.Implementation("hopper_abreast", functools.partial(hopper.index_score, abreast=True), ("sm_90",),
-                            hopper.refuses, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score, ("sm_90",), hopper.refuses),
     registry.Implementation("blackwell", blackwell.index_score, blackwell.ARCHES, blackwell.refuses, reads_packed=True),
     registry.Implementation("reference", reference.index_score),
 )
 BLOCK_IMPLEMENTATIONS = (  # of the candidate-only operator
-    registry.Implementation("hopper_stream", hopper.index_score_blocks_streamed, ("sm_90",), hopper.refuses_shared_blocks,
-                            hopper.UNMEASURED),
-    registry.Implementation("hopper_abreast", functools.partial(hopper.index_score_blocks, abreast=True), ("sm_90",),
-                            hopper.refuses_shared_blocks, hopper.UNMEASURED),
     registry.Implementation("hopper", hopper.index_score_blocks, ("sm_90",), hopper.refuses_blocks),
     registry.Implementation("blackwell", blackwell.index_score_blocks, blackwell.ARCHES, blackwell.refuses_blocks,
                             reads_packed=True),

@@ -12,11 +12,6 @@ REGISTERS = 168  # a thread of the dense kernel; more would leave room for 2 pro
 # The candidates' kernel that shares decoded keys: (blocks a window, blocks kept from before it, groups of 4 warps,
 # registers a thread, programs a request). Two programs fit a multiprocessor; 64 requests fill an H100 or H200 once.
 WINDOW = (64, 16, 2, 128, 4)
-# The one that decodes them by warps of their own: (blocks a window, blocks kept from before it, groups of 4 warps
-# that score, registers a thread, programs a request). One program fills a multiprocessor.
-STREAM = (32, 64, 3, 128, 2)
-BLOCK = 8  # keys a block of those two
-UNMEASURED = "no GPU has run it yet"
 SPARSEST = 4  # keys in reach for each candidate column, up to which decoding all of them is expected to pay
 
 
@@ -63,11 +58,8 @@ def rows_together(span: int) -> tuple[int, int]:
     return (3, 1) if span % 3 == 0 else (1, 1)
 
 
-def index_score(
-    q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS, abreast=False
-):  # fmt: skip
-    """The dense operator (api.py has its contract) for bf16 weights and packed pages. abreast: run the products of all
-    rows abreast."""
+def index_score(q, head_weights, index_pool, table, visible, *, fill=True, programs=PROGRAMS, registers=REGISTERS):
+    """The dense operator (api.py has its contract) for bf16 weights and packed pages."""
     from pallas_kernels.index_score import hopper_kernel
 
     rows, heads = head_weights.shape
@@ -81,7 +73,7 @@ def index_score(
         out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
         grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=registers,
         B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, ROWS=together, PER=per, HEADS=heads,
-        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill, ABREAST=abreast,
+        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
     )  # fmt: skip
 
 
@@ -105,39 +97,8 @@ def refuses_sharing(q, head_weights, index_pool, table, block_ids, block_size: i
     return None
 
 
-def refuses_shared_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_size):
-    """Why the kernels that decode keys once for all rows of a request do not take these arguments, or None."""
-    return refuses_blocks(q, head_weights, index_pool, table, block_ids, end, block_size=block_size) or refuses_sharing(
-        q, head_weights, index_pool, table, block_ids, block_size
-    )
-
-
-def index_score_blocks_streamed(
-    q, head_weights, index_pool, table, block_ids, end, *, block_size, window=STREAM
-):  # fmt: skip
-    """`index_score_blocks` with keys decoded by warps of their own. window: as STREAM."""
-    from pallas_kernels.index_score import hopper_lists as lists
-    from pallas_kernels.index_score import hopper_shared_kernel as shared
-    from pallas_kernels.index_score import hopper_stream_kernel
-
-    del block_size  # 8, as `refuses_shared_blocks` sees to
-    fresh, kept, groups, registers, programs = window
-    rows, batch, columns = head_weights.shape[0], *table.shape
-    span, blocks = rows // batch, block_ids.shape[1]
-    pages, entries = geometry(index_pool, 128)
-    extra = shared.ring_bytes(fresh, fresh + kept, span, groups)
-    return gluon_call.gluon_call(
-        hopper_stream_kernel.stream_blocks, query_values(q, jnp.bfloat16), head_weights, index_pool, table, block_ids, end,
-        out_shape=jax.ShapeDtypeStruct((rows, blocks * BLOCK), jnp.bfloat16), grid=(programs, batch, 1), warps=4,
-        compute_capability=90, maxnreg=registers, extra_shared=extra, BYTES=extra, S=span, SP=lists.padded_rows(span, groups),
-        GROUPS=groups, HEADS=head_weights.shape[1], KB=blocks, FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh),
-        REGISTERS=registers, PAGES=pages, E=entries, COLUMNS=columns,
-    )  # fmt: skip
-
-
 def index_score_blocks(
-    q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto",
-    abreast=False, prefetch=False,
+    q, head_weights, index_pool, table, block_ids, end, *, block_size, chunk=2048, registers=None, window="auto"
 ):  # fmt: skip
     """The candidate-only operator (api.py has its contract) for bf16 weights and packed pages.
 
@@ -168,6 +129,5 @@ def index_score_blocks(
     return gluon_call.gluon_call(
         shared.request_blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
         grid=(programs, batch, 1), extra_shared=extra, BYTES=extra, SP=lists.padded_rows(span, halves), HALVES=halves,
-        FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh), REGISTERS=registers, ABREAST=abreast, PREFETCH=prefetch,
-        **constants,
+        FRESH=fresh, KEPT=kept, LIST=lists.list_length(fresh), REGISTERS=registers, **constants,
     )  # fmt: skip

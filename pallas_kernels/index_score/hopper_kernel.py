@@ -16,12 +16,9 @@ from pallas_kernels.index_score.hopper_tiles import (
     head_sums,
     load_keys,
     operand,
-    prepare_planes,
     prepare_queries,
-    products_abreast,
     register_sums,
     start_products,
-    steps,
     sums,
 )
 
@@ -35,12 +32,11 @@ def _add(a, b):
 def dense(
     q_ptr, w_ptr, pool_ptr, table_ptr, visible_ptr, out_ptr,
     B: gl.constexpr, BP: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr, HEADS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr, ABREAST: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
     """Program (p, g) scores rows g*ROWS.. of every request over the p-th equal share of all live tiles.
 
     PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two.
-    ABREAST: run the products of all rows abreast.
     """
     R: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     N: gl.constexpr = PER * HEADS
@@ -52,13 +48,8 @@ def dense(
     gdc_wait()
     program, programs = gl.program_id(0), gl.num_programs(0)
     group = gl.program_id(1) * ROWS
-    if ABREAST:  # four planes a product
-        q_low = gl.allocate_shared_memory(gl.float8e4nv, [4 * GROUPS, N, 32], gl.NVMMASharedLayout(32, 8, 2))
-        q_high = q_low
-    else:
-        q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
-        q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_low = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
+    q_high = gl.allocate_shared_memory(gl.float8e4nv, [GROUPS, N, 64], SHARED)
     request = gl.arange(0, BP, RL)
     longest = gl.full([BP], 0, gl.int32, RL)
     for s in gl.static_range(ROWS):
@@ -75,17 +66,11 @@ def dense(
         last = gl.minimum(stop, gl.sum(gl.where(request == b, until, 0), 0))
         row = b * S + group
         gl.thread_barrier()  # every warp has finished with the previous request's queries
+        ws = ()
         for g in gl.static_range(GROUPS):
-            if ABREAST:
-                w = prepare_planes(q_ptr, w_ptr, row + g * PER, q_low, g, HEADS, N, M)
-            else:
-                w = prepare_queries(q_ptr, w_ptr, row + g * PER, q_low.index(g), q_high.index(g), HEADS, N, M)
-            weights.index(g).store(w)
+            ws = ws + (prepare_queries(q_ptr, w_ptr, row + g * PER, q_low.index(g), q_high.index(g), HEADS, N, M),)
         fence_async_shared()
         gl.thread_barrier()
-        ws = ()  # out of shared memory they come in pairs, as the products of a thread are multiplied
-        for g in gl.static_range(GROUPS):
-            ws = ws + (weights.index(g).load(gl.SliceLayout(0, M)),)
         pages = table_ptr + b * COLUMNS
         column_row = gl.arange(0, 8, gl.SliceLayout(0, R))
         visible = gl.load(visible_ptr + row + column_row, mask=column_row < ROWS, other=0)
@@ -100,19 +85,10 @@ def dense(
             inside = (page > 0) & (page < PAGES) & (key >= 0)
             words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
-            flying = ()
-            if ABREAST:
-                keys = ()
-                for g in gl.static_range(GROUPS):
-                    keys = keys + (steps(low, M) + steps(high, M),)
-                flying = products_abreast(keys, q_low, 0, N, M)
-            else:
-                flying = (start_products(operand(low, M), operand(high, M), q_low.index(0), q_high.index(0), N, M),)
+            flying = (start_products(operand(low, M), operand(high, M), q_low.index(0), q_high.index(0), N, M),)
             scores = gl.zeros([TILE, 8], gl.float32, R)
             for g in gl.static_range(GROUPS):
-                if ABREAST:
-                    products = warpgroup_mma_wait(GROUPS - 1 - g, deps=[flying[g]])
-                elif g + 1 < GROUPS:
+                if g + 1 < GROUPS:
                     after = start_products(
                         operand(low, M), operand(high, M), q_low.index(g + 1), q_high.index(g + 1), N, M
                     )  # fmt: skip

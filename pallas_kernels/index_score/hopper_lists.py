@@ -1,4 +1,4 @@
-"""The candidates that rows have in a window of hopper_shared_kernel.py and hopper_stream_kernel.py. Imports Triton.
+"""The candidates that rows have in a window of hopper_shared_kernel.py, in Gluon. Imports Triton.
 
 A row's list holds the ring addresses of its next candidates, its work what the scorers need of it, both in shared
 memory; a row's candidates are looked at by one warp.

@@ -114,11 +114,3 @@ def read_factors(at):
     return gl.inline_asm_elementwise(
         "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r,r", [at], dtype=gl.float32, is_pure=False, pack=2
     )
-
-
-@gluon.jit
-def prefetch(at):
-    """Ask the second-level cache for the lines at the pointers `at`."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )

@@ -1,8 +1,7 @@
 """How four warps of hopper_shared_kernel.py score the candidates that their rows' lists hold, in Gluon. Imports Triton.
 
 A tile is 64 candidate keys of one row, gathered from the ring in shared memory into the registers that the tensor core
-takes them from. `score_in_turn` multiplies one row's tile after the other and sums heads by a wgmma with ones, which it
-waits for; `score_abreast` multiplies all rows' tiles abreast, sums by mma.sync and stores them at once.
+takes them from.
 """
 
 from triton.experimental import gluon
@@ -13,24 +12,12 @@ from pallas_kernels.index_score.hopper_ring import read_factors, read_four, read
 from pallas_kernels.index_score.hopper_tiles import (
     key_layout,
     operand,
-    products_abreast,
-    register_sums,
     start_products,
-    steps,
     sums,
     tile_layout,
 )
 
 BLOCK = gl.constexpr(8)  # keys a block
-
-
-@gluon.constexpr_function
-def pair_layout(warps):
-    """[key, pair of columns] of what `register_sums` returns for 16 * warps keys, columns 2c and 2c + 1 as one."""
-    return gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16 << i, 0] for i in range(warps.bit_length() - 1)], [],
-        [16 * warps, 4],
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -125,60 +112,3 @@ def score_in_turn(
             else:
                 products = warpgroup_mma_wait(0, deps=[products])
             _store_row(sums(products, ws[r], ones, keys[r][2]), lines[r] + c, stops[r] - c)
-
-
-@gluon.jit
-def _slots(lists_at, block, c, most, SHARE: gl.constexpr, LIST: gl.constexpr):
-    """Ring addresses of every row's tile at column c; past the last tile, of the first."""
-    c = gl.where(c < most, c, 0)
-    slots = ()
-    for r in gl.static_range(SHARE):
-        slots = slots + (read_word(lists_at + r * (LIST * 4) + c // 2 + block * 4),)
-    return slots
-
-
-@gluon.jit
-def score_abreast(
-    out, work_at, first, lists_at, own, factors_at, planes, weights, SHARE: gl.constexpr, HEADS: gl.constexpr,
-    WIDTH: gl.constexpr, LIST: gl.constexpr,
-):  # fmt: skip
-    """What `score_in_turn` does, for at most 4 rows: their products run abreast, their sums need no wait, and every quad
-    of lanes then holds the scores of a key for all rows, and stores one row a lane."""
-    TILE: gl.constexpr = 64
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
-    gl.static_assert(SHARE <= 4)
-    line_of = gl.arange(0, TILE, key_layout(4))  # rows of the product
-    block = line_of // 16 * 2 + line_of // 4 % 2  # of the tile
-    piece = piece_of(line_of, tile_layout(4))
-    L: gl.constexpr = pair_layout(4)  # [key, row]
-    row = gl.arange(0, 4, gl.SliceLayout(0, L))
-    start, stop = row * 0, row * 0
-    most = 0
-    for r in gl.static_range(SHARE):
-        taken, pending, end, _ = read_four(work_at + r * 16)
-        live = gl.minimum(taken * BLOCK, end - pending * BLOCK)
-        start = gl.where(row == r, r * WIDTH + pending * BLOCK, start)
-        stop = gl.where(row == r, live, stop)
-        most = gl.maximum(most, live)
-    key = gl.expand_dims(key_of_row(gl.arange(0, TILE, gl.SliceLayout(1, L))), 1)
-    place = out + (gl.expand_dims(start, 0) + key)
-    stop = gl.expand_dims(stop, 0) - key
-    slots = _slots(lists_at, block, 0, most, SHARE, LIST)
-    for c in range(0, most, TILE):
-        keys, factors = (), ()
-        for r in gl.static_range(SHARE):
-            factor = read_factors(factors_at + (slots[r] >> 5) + line_of % 4 * 8)
-            factors = factors + (gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, L), assert_trivial=True), 1),)
-            low, high = read_keys(over_bytes(own + slots[r], tile_layout(4)) + piece)
-            keys = keys + (steps(low, M) + steps(high, M),)
-        flying = products_abreast(keys, planes, first, HEADS, M)
-        slots = _slots(lists_at, block, c + TILE, most, SHARE, LIST)
-        scores = gl.zeros([TILE, 4], gl.float32, L)
-        for r in gl.static_range(SHARE):
-            products = warpgroup_mma_wait(SHARE - 1 - r, deps=[flying[r]])
-            w = weights.index(first + r).load(gl.SliceLayout(0, M))
-            total, _twin = gl.split(register_sums(products, w, HEADS).reshape([TILE, 4, 2]))
-            total = gl.convert_layout(total, L, assert_trivial=True) * factors[r]
-            scores = gl.where(gl.expand_dims(row, 0) == r, total, scores)
-        score = scores.to(gl.bfloat16) + 0.0  # turns -0 into +0
-        gl.store(place + c, score, mask=c < stop)

@@ -27,7 +27,6 @@ from pallas_kernels.index_score.hopper_lists import (
 from pallas_kernels.index_score.hopper_ring import (
     meet,
     own_shared,
-    prefetch,
     write_factors,
     write_keys,
 )
@@ -36,7 +35,6 @@ from pallas_kernels.index_score.hopper_rows import (
     key_of_row,
     over_bytes,
     piece_of,
-    score_abreast,
     score_in_turn,
     unfinished,
 )
@@ -45,7 +43,6 @@ from pallas_kernels.index_score.hopper_tiles import (
     fill,
     head_sums,
     key_layout,
-    prepare_planes,
     prepare_queries,
     tile_layout,
 )
@@ -95,41 +92,11 @@ def _load_window(
 
 
 @gluon.jit
-def _keys_ahead(FRESH: gl.constexpr, HALVES: gl.constexpr):
-    """i32[power of two]: a thread's key, one of 128 bytes, in a group's equal part of a window."""
-    LINES: gl.constexpr = FRESH * BLOCK // 2 // HALVES
-    COUNT: gl.constexpr = max(128, 1 << (LINES - 1).bit_length())
-    return gl.minimum(gl.arange(0, COUNT, gl.BlockedLayout([COUNT // 128], [32], [4], [0])), LINES - 1) * 2
-
-
-@gluon.jit
-def _pages_ahead(pages, column, FRESH: gl.constexpr, HALVES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr):
-    """Page ids of the keys that `_prefetch_window` asks for, 0 past the table."""
-    at = column + _keys_ahead(FRESH, HALVES)
-    return gl.load(pages + at // E, mask=at < COLUMNS * E, other=0)
-
-
-@gluon.jit
-def _prefetch_window(
-    pool, pages, page, column, FRESH: gl.constexpr, HALVES: gl.constexpr, PAGES: gl.constexpr, E: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Ask the second-level cache for a group's part of a window, from `column` on, whose keys lie on pages `page`; returns
-    those of the window behind it."""
-    page = gl.where((page > 0) & (page < PAGES), page, 0)
-    entry = (column + _keys_ahead(FRESH, HALVES)) % E
-    at = pool + page.to(gl.int64) * (E * 68)
-    prefetch(at + entry * 64)
-    prefetch(at + (entry * 4 + E * 64))
-    return _pages_ahead(pages, column + FRESH * BLOCK, FRESH, HALVES, E, COLUMNS)
-
-
-@gluon.jit
 def _score_windows(
     half, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
     ones, S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, PAGES: gl.constexpr, E: gl.constexpr,
-    COLUMNS: gl.constexpr, ABREAST: gl.constexpr, PREFETCH: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: decode every HALVES-th tile of the windows from k to stop, score the half-th share of the rows."""
     TILE: gl.constexpr = 64
@@ -144,10 +111,7 @@ def _score_windows(
     rows = gl.minimum(SHARE, S - half * SHARE)
     for r in range(rows):
         s = half * SHARE + r
-        if ABREAST:
-            w = prepare_planes(q_ptr, w_ptr, b * S + s, q_low, s, HEADS, HEADS, M)
-        else:
-            w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
+        w = prepare_queries(q_ptr, w_ptr, b * S + s, q_low.index(s), q_high.index(s), HEADS, HEADS, M)
         weights.index(s).store(w)
     fence_async_shared()
     gl.thread_barrier()
@@ -165,10 +129,6 @@ def _score_windows(
     ids, counts, end, pending, listed = first_listed(
         ids_ptr, end_ptr, b * S + half * SHARE, rows, k, KB, FRESH, SP, LIST
     )
-    ahead_page = 0
-    if PREFETCH:
-        next_column = (k + 1) * (FRESH * BLOCK) + half * (FRESH // HALVES * BLOCK)
-        ahead_page = _pages_ahead(pages, next_column, FRESH, HALVES, E, COLUMNS)
     decoded = k - 1  # last window that the ring holds
     while k < stop:
         v = k * FRESH
@@ -190,22 +150,11 @@ def _score_windows(
         page_ids = _pages_of(
             pages, (k + 1) * (FRESH * BLOCK) + first_column, line_of % 4, HALVES * TILE, TILES, E, COLUMNS
         )
-        if PREFETCH:
-            ahead_page = _prefetch_window(
-                pool_ptr, pages, ahead_page, (k + 1) * (FRESH * BLOCK) + half * (FRESH // HALVES * BLOCK), FRESH, HALVES,
-                PAGES, E, COLUMNS,
-            )  # fmt: skip
         out = out_ptr + (b * S + half * SHARE).to(gl.int64) * WIDTH
-        if ABREAST:
-            score_abreast(
-                out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, weights, SHARE, HEADS,
-                WIDTH, LIST,
-            )  # fmt: skip
-        else:
-            score_in_turn(
-                out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, q_high, weights, ones,
-                SHARE, HEADS, WIDTH, LIST,
-            )  # fmt: skip
+        score_in_turn(
+            out, work_at + half * SP * 16, half * SHARE, own_lists_at, own, factors_at, q_low, q_high, weights, ones,
+            SHARE, HEADS, WIDTH, LIST,
+        )  # fmt: skip
         k += 1 - unfinished(work_at, SP, HALVES, SHARE)
 
 
@@ -234,7 +183,7 @@ def request_blocks(
     q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
     S: gl.constexpr, SP: gl.constexpr, HALVES: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr,
     FRESH: gl.constexpr, KEPT: gl.constexpr, LIST: gl.constexpr, BYTES: gl.constexpr, REGISTERS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, ABREAST: gl.constexpr, PREFETCH: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Program (p, b) scores the candidates of request b in the p-th equal share of the windows that its rows reach.
 
@@ -253,12 +202,8 @@ def request_blocks(
         fill(out_ptr + (b * S + s).to(gl.int64) * WIDTH, live, WIDTH)
     own = own_shared(BYTES)
     ROWS: gl.constexpr = (S + HALVES - 1) // HALVES * HALVES
-    if ABREAST:  # four planes a row
-        q_low = gl.allocate_shared_memory(gl.float8e4nv, [4 * ROWS, HEADS, 32], gl.NVMMASharedLayout(32, 8, 2))
-        q_high = q_low
-    else:
-        q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
-        q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    q_low = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
+    q_high = gl.allocate_shared_memory(gl.float8e4nv, [ROWS, HEADS, 64], SHARED)
     weights = gl.allocate_shared_memory(gl.bfloat16, [ROWS, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ones = gl.allocate_shared_memory(gl.bfloat16, [8, HEADS], gl.NVMMASharedLayout(2 * HEADS, 16, 2))
     head_sums(ones, HEADS, HEADS)
@@ -268,7 +213,7 @@ def request_blocks(
     if HALVES == 1:
         _score_windows(
             0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low, q_high, weights,
-            ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST, PREFETCH,
+            ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
         )  # fmt: skip
     else:
         gl.thread_barrier()
@@ -278,16 +223,14 @@ def request_blocks(
                     _score_windows,
                     (
                         0, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
-                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST,
-                        PREFETCH,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
                     ),
                 ),
                 (
                     _score_windows,
                     (
                         1, k, stop, windows, own, b, q_ptr, w_ptr, pool_ptr, pages, ids_ptr, end_ptr, out_ptr, q_low,
-                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS, ABREAST,
-                        PREFETCH,
+                        q_high, weights, ones, S, SP, HALVES, HEADS, KB, FRESH, KEPT, LIST, PAGES, E, COLUMNS,
                     ),
                 ),
             ],

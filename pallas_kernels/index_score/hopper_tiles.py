@@ -129,8 +129,8 @@ def decode(words, scales, M: gl.constexpr):
 
 
 @gluon.jit
-def _query_bytes(q_ptr, w_ptr, first_row, HEADS: gl.constexpr, N: gl.constexpr):
-    """N / HEADS query rows -> e4m3 [N, 64] twice, first and second half of every word's channels, and weights f32[N]."""
+def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
+    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
     QL: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     n, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, 128, gl.SliceLayout(0, QL))
     q = gl.load(q_ptr + gl.expand_dims((first_row * HEADS + n) * 128, 1) + gl.expand_dims(channel, 0)).to(gl.float32)
@@ -139,63 +139,11 @@ def _query_bytes(q_ptr, w_ptr, first_row, HEADS: gl.constexpr, N: gl.constexpr):
     q = (q * gl.expand_dims(lift, 1)).to(gl.float8e4nv)
     q = gl.permute(q.reshape([N, 4, 4, 2, 4]), (0, 2, 1, 4, 3))
     low, high = gl.split(q)
+    q_low.store(low.reshape([N, 64]))
+    q_high.store(high.reshape([N, 64]))
     w = gl.load(w_ptr + first_row * HEADS + n).to(gl.float32)
     w = w * (gl.maximum(bits - 7, 0) << 23).to(gl.float32, bitcast=True)  # 2**(bits - 127 - 7)
-    return low.reshape([N, 64]), high.reshape([N, 64]), w
-
-
-@gluon.jit
-def prepare_queries(q_ptr, w_ptr, first_row, q_low, q_high, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
-    """N / HEADS query rows -> e4m3 planes in shared memory [N, 64] each, and weights bf16[N] along M's columns."""
-    low, high, w = _query_bytes(q_ptr, w_ptr, first_row, HEADS, N)
-    q_low.store(low)
-    q_high.store(high)
     return gl.convert_layout(w.to(gl.bfloat16), gl.SliceLayout(0, M))
-
-
-@gluon.jit
-def prepare_planes(q_ptr, w_ptr, first_row, planes, at, HEADS: gl.constexpr, N: gl.constexpr, M: gl.constexpr):
-    """`prepare_queries` for `products_abreast`: the at-th four of planes e4m3[4 * rows, N, 32] in shared memory, one a
-    step of the product."""
-    low, high, w = _query_bytes(q_ptr, w_ptr, first_row, HEADS, N)
-    BOTH: gl.constexpr = gl.BlockedLayout([1, 4, 2], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
-    a, b = gl.split(gl.convert_layout(low.reshape([N, 2, 32]).permute((0, 2, 1)), BOTH))
-    c, d = gl.split(gl.convert_layout(high.reshape([N, 2, 32]).permute((0, 2, 1)), BOTH))
-    planes.index(4 * at).store(a)
-    planes.index(4 * at + 1).store(b)
-    planes.index(4 * at + 2).store(c)
-    planes.index(4 * at + 3).store(d)
-    return gl.convert_layout(w.to(gl.bfloat16), gl.SliceLayout(0, M))
-
-
-@gluon.jit
-def steps(plane, M: gl.constexpr):
-    """u8[n, 4, 4, 4] of `expand_keys` -> two M operands e4m3[n, 32], a step of the product each."""
-    plane = gl.permute(plane, (0, 2, 1, 3)).reshape([plane.shape[0], 2, 32]).permute((0, 2, 1))
-    a, b = gl.split(plane)
-    L: gl.constexpr = gl.DotOperandLayout(0, M, 4)
-    a = gl.convert_layout(a.to(gl.float8e4nv, bitcast=True), L, assert_trivial=True)
-    return a, gl.convert_layout(b.to(gl.float8e4nv, bitcast=True), L, assert_trivial=True)
-
-
-@gluon.jit
-def products_abreast(keys, planes, at, N: gl.constexpr, M: gl.constexpr):
-    """Start several products, f32[n, N] each: tile i of `keys` (four operands of `steps`) times the (at + i)-th four of
-    `planes`. All are left in flight, a step of each in turn: an instruction that adds to what the one before it computes
-    waits for that in the tensor core's queue, some 60 cycles however few its columns."""
-    COUNT: gl.constexpr = len(keys)
-    acc = ()
-    for i in gl.static_range(COUNT):
-        zero = gl.zeros([keys[i][0].shape[0], N], gl.float32, M)
-        plane = planes.index(4 * (at + i)).permute((1, 0))
-        acc = acc + (warpgroup_mma(keys[i][0], plane, zero, use_acc=False, is_async=True),)
-    for k in gl.static_range(1, 4):
-        after = ()
-        for i in gl.static_range(COUNT):
-            plane = planes.index(4 * (at + i) + k).permute((1, 0))
-            after = after + (warpgroup_mma(keys[i][k], plane, acc[i], is_async=True),)
-        acc = after
-    return acc
 
 
 @gluon.jit

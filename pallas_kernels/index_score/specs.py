@@ -142,13 +142,9 @@ def deviceless_case(name: str):
         module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
     if kind == "gather":
         extra = {"window": None}
-    if kind == "abreast":
-        extra = {"abreast": True}
 
     def function(*arrays):
         inner = dict(zip(inputs, arrays, strict=True)) | extra
-        if kind == "stream":
-            return hopper.index_score_blocks_streamed(**inner, block_size=spec.block_size)
         if spec.blocks:
             return module.index_score_blocks(**inner, block_size=spec.block_size)
         return module.index_score(**inner)
