@@ -19,6 +19,7 @@ from dsv41_jax import hyper_parts
 from dsv41_jax.checkpoint_listing import Listing, list_tensors
 from dsv41_jax.config import ModelConfig
 from dsv41_jax.engram import engram_constants
+from dsv41_jax.engram_host import open_tables
 from dsv41_jax.params import Transformer, flat_paths
 from dsv41_jax.safetensors_io import MappedFile
 from dsv41_jax.tensors import IGNORED_PREFIXES, IGNORED_SUFFIXES, Source, released_tensors
@@ -46,6 +47,7 @@ def load(
     ranks: int = 1,
     rank: int = 0,
     device=None,
+    engram: str = "device",
     expert_order: str = "auto",
     split_sites: bool | None = None,
     progress: bool = True,
@@ -55,12 +57,13 @@ def load(
     config: geometry; None reads the folder's config.json. ranks, rank: expert-parallel ranks and which one this is; it
     gets experts [rank*E/ranks, (rank+1)*E/ranks) and engram rows [rank*ceil(n/ranks), ...), zero-padded at the end.
     device: a jax.Device or Sharding; None is the default device. progress: a bar on stderr.
+    engram: "host" leaves the engram tables in the files, mapped; each step fetches its rows (`engram_host`: what it costs).
     expert_order: "checkpoint", "shuffled" as the Hopper kernel reads them, or "auto": what the device's kernel reads.
     split_sites: whether fn of the hyper-connections comes in bf16 parts (`hyper_parts`); None: on a GPU.
     Raises CheckpointError with every missing, unexpected, wrongly shaped or wrongly typed tensor and every unreadable
-    file, before any device allocation; ConfigError for an impossible config; ValueError for bad ranks.
+    file, before any device allocation; ConfigError for an impossible config; ValueError for bad ranks or another `engram`.
     """
-    c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
+    c, placeholders, files, token_map = _validated(folder, config, ranks, rank, engram)
     shuffled = order.wanted(expert_order, c, device)
     devices = dict.fromkeys(flat_paths(placeholders), device)
     arrays = _read_leaves(c, flat_paths(placeholders), files, token_map, ranks, rank, devices, progress)
@@ -81,12 +84,13 @@ def reload(
     progress: bool = True,
 ) -> Transformer:
     """New parameters with the tree, shapes, dtypes and devices of `params`, so that steps compiled for `params` run on
-    without compiling again. `params` itself stays as it is: the caller drops it when the result is there.
+    without compiling again. `params` itself stays as it is: the caller drops it when the result is there. Engram tables on
+    the host stay there, mapped from the new folder.
 
     Raises like `load`, and CheckpointError if a parameter would change its shape or dtype. On any error nothing was
     replaced: a partial reload does not exist.
     """
-    c, placeholders, files, token_map = _validated(folder, config, ranks, rank)
+    c, placeholders, files, token_map = _validated(folder, config, ranks, rank, params.engram_place)
     live, stored = flat_paths(params), flat_paths(placeholders)
     new = hyper_parts.as_held(order.as_held(stored, live), live)
     problems = [f"{path}: not a parameter of the live model" for path in new if path not in live]
@@ -114,16 +118,17 @@ def load_ranks(
     *,
     devices: Sequence,
     split: Callable[[str], bool],
+    engram: str = "device",
     expert_order: str = "auto",
     progress: bool = True,
 ) -> tuple[ModelConfig, list[dict[str, jax.Array]]]:
     """(config, one {parameter path: array} per rank): rank r of len(devices) ranks on devices[r].
 
     split(path): whether the ranks hold different parts of a parameter. Rank 0 has every parameter; the others have only
-    their parts, since copies travel faster between devices than from the folder. expert_order, raises: like `load`.
+    their parts, since copies travel faster between devices than from the folder. engram, expert_order, raises: like `load`.
     """
     ranks = len(devices)
-    c, placeholders, files, token_map = _validated(folder, config, ranks, 0)
+    c, placeholders, files, token_map = _validated(folder, config, ranks, 0, engram)
     shuffled = order.wanted(expert_order, c, devices[0])
     out = []
     for rank, device in enumerate(devices):
@@ -216,7 +221,7 @@ def _other_vocabulary(listing: Listing, c: ModelConfig) -> bool:
     return held is not None and held[1].shape[:1] != (c.vocab_size,)
 
 
-def _validated(folder, config, ranks, rank):
+def _validated(folder, config, ranks, rank, engram):
     """(config, placeholders, {tensor: file}, token map) of a folder that can be loaded whole."""
     folder = pathlib.Path(folder)
     if ranks < 1 or not 0 <= rank < ranks:
@@ -226,7 +231,7 @@ def _validated(folder, config, ranks, rank):
             raise CheckpointError(folder, [*list_tensors(folder).problems, "no config.json in the folder"])
         config = ModelConfig.from_file(folder)
     engram_constants(config)  # refuses table sizes that the hash could not address
-    placeholders = Transformer(config, ranks)
+    placeholders = Transformer(config, ranks, engram)
     problems, listing, token_map = _check(folder, config)
     files = {n: path for n, (path, _) in listing.tensors.items()}
     problems = problems or _scale_problems(config, files)
@@ -262,6 +267,8 @@ def _read_leaves(c, leaves, files, token_map, ranks, rank, devices, progress) ->
         for path, leaf in leaves.items():
             if path == "token_map":
                 arrays[path] = jax.device_put(token_map, devices[path])
+            elif path == "engram_host":
+                arrays[path] = jax.device_put(open_tables(c, files), devices[path])
             else:
                 arrays[path] = _read_parameter(reader, sources[path], leaf, devices[path], advance)
     return arrays

@@ -99,6 +99,11 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected comma-separated token ids, got {text!r}") from None
 
 
+def _add_engram(p) -> None:
+    p.add_argument("--engram", choices=("device", "host"), default="device",
+                   help="where the engram tables are; host: in the files, mapped, each step fetches its rows (default device)")  # fmt: skip
+
+
 def _add_sampling(p) -> None:
     p.add_argument("--temperature", type=float, help="0 = greedy; default: generation_config.json")
     p.add_argument("--top-k", type=int, help="0 = off")
@@ -121,6 +126,7 @@ def _add_generate(commands) -> None:
     p.add_argument("--ignore-eos", action="store_true")
     _add_sampling(p)
     p.add_argument("--precision", choices=PRECISION_NAMES, default="released")
+    _add_engram(p)
     p.add_argument("--chunk", type=_at_least(1), help="prompt tokens a prefill step")
     p.add_argument("--batch", type=_at_least(1), default=32, help="requests decoded at once with --prompts and --out (default 32)")
     p.add_argument("--max-context", type=_at_least(2), help="positions to reserve (default: what the prompts need)")
@@ -136,6 +142,7 @@ def _add_score(commands) -> None:
     p.add_argument("--ids", required=True, metavar="IDS.npy", help="int [B, L]")
     p.add_argument("--out", required=True, metavar="OUT.npz")
     p.add_argument("--precision", choices=PRECISION_NAMES, default="released")
+    _add_engram(p)
     p.add_argument("--prefill", type=_at_least(0), default=0, metavar="N", help="first N tokens as one chunk (default 0)")
     p.add_argument("--chunk", type=_at_least(1), default=1, metavar="S", help="then S tokens a step (default 1)")
     p.add_argument("--drafts", action="store_true", help="add the drafter's proposals for every anchor from N on")
@@ -151,6 +158,7 @@ def _add_inspect(commands) -> None:
     p.add_argument("--batch", type=_at_least(1), default=64, help="requests per rank (default 64)")
     p.add_argument("--context", type=_at_least(1), help="tokens per request (default 32768, or all the model takes)")
     p.add_argument("--ranks", type=_at_least(1), default=1, help="GPUs that share the experts and engram tables (default 1)")
+    _add_engram(p)
     p.add_argument("--json", action="store_true")
 
 

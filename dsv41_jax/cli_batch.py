@@ -38,7 +38,7 @@ def generate_file(args, config: ModelConfig, tokenizer: Tokenizer | None, prompt
         print(f"{args.out}: {len(done)} of {len(prompts)} finished before", file=sys.stderr)
     stop = 0
     if todo:
-        params = checkpoint.load(args.checkpoint, config, progress=not args.no_progress)
+        params = checkpoint.load(args.checkpoint, config, engram=args.engram, progress=not args.no_progress)
         _write(args.out, done)  # without half a line, and without those that are run again
         stop = _serve(args, params, config, tokenizer, prompts, todo, sampling, gamma, settings)
         done = _finished(args.out, prompts, settings, failed=True)

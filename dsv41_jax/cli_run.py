@@ -35,7 +35,7 @@ def generate(args) -> int:
 
         return generate_file(args, config, tokenizer, [ids for _, ids in prompts], sampling, gamma)
     with _sink(args.out) as out:
-        params = checkpoint.load(folder, config, progress=not args.no_progress)
+        params = checkpoint.load(folder, config, engram=args.engram, progress=not args.no_progress)
         results = _run(args, params, config, tokenizer, [ids for _, ids in prompts], sampling, gamma, options, out)
     failed = [label for (label, _), result in zip(prompts, results, strict=True) if result.finish_reason == "error"]
     for label in failed:
@@ -58,7 +58,7 @@ def score(args) -> None:
     check_ids(ids, config, args.ids)
     options = DecodeOptions.from_env()
     writable(args.out)
-    params = checkpoint.load(args.checkpoint, config, progress=not args.no_progress)
+    params = checkpoint.load(args.checkpoint, config, engram=args.engram, progress=not args.no_progress)
     arrays = run(
         params, config, ids, prefill=args.prefill, chunk=args.chunk, precision=args.precision,
         drafts=args.drafts, dump=args.dump, options=options,
@@ -80,7 +80,7 @@ def demo(args) -> int:
         args.checkpoint, args.prompt_ids, args.prompts = str(path), None, None
         args.stop_id, args.ignore_eos, args.precision = [], True, "released"
         args.chunk = args.max_context = args.out = None
-        args.json, args.no_progress = False, True
+        args.json, args.no_progress, args.engram = False, True, "device"
         return generate(args)
 
 

@@ -30,7 +30,8 @@ def inspect(args) -> None:
     else:
         config, problems = _checkpoint(args.checkpoint)
     context = args.context or min(32768, config.max_position_embeddings)
-    facts = report(config, batch=args.batch, context=context, ranks=args.ranks, options=DecodeOptions.from_env())
+    facts = report(config, batch=args.batch, context=context, ranks=args.ranks, options=DecodeOptions.from_env(),
+                   engram=args.engram)  # fmt: skip
     if args.json:
         print(json.dumps(facts | {"checkpoint_problems": problems}, indent=1))
     else:
@@ -136,6 +137,8 @@ def _memory(facts: dict):
     for name, value in rows.items():
         table.add_row(name, f"{value:,.0f}")
     table.add_row("total", f"{facts['gpu_total']:,.0f}", style="bold")
+    for name, value in facts["host"].items():
+        table.add_row(f"in the host's page cache: {name}", f"{value:,}")
     table.add_row("per request: window rings", f"{c['window_rings_per_request']:,.0f}", style="dim")
     table.add_row("per request: pending rows", f"{c['pending_rows_per_request']:,.0f}", style="dim")
     return title, table

@@ -160,6 +160,14 @@ def _gate(streams, embedding, params: Engram, c: ModelConfig, p: Precision, opti
     return codecs.rounded(x + g[..., None] * value[:, None], streams.dtype)
 
 
+def split_records(
+    records,  # u8[N, D + D/32]: rows of a table, payload and then scales
+):
+    """(f8[N, D], u8[N, D/32])"""
+    d = records.shape[1] - records.shape[1] // 33
+    return jax.lax.bitcast_convert_type(records[:, :d], jnp.float8_e4m3fn), records[:, d:]
+
+
 def lookup(
     table,  # f8[rows, D]
     scale,  # u8[rows, D/32]

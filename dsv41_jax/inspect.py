@@ -54,11 +54,11 @@ def _bytes(tree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def rank_weights(c: ModelConfig, ranks: int) -> dict[str, int]:
-    """Bytes of one rank's parameters: routed experts, engram tables, and what every rank holds. Raises ValueError if
-    `ranks` does not divide the experts."""
+def rank_weights(c: ModelConfig, ranks: int, engram: str = "device") -> dict[str, int]:
+    """Bytes of one rank's parameters: routed experts, engram tables (none with engram="host"), and what every rank holds.
+    Raises ValueError if `ranks` does not divide the experts."""
     out = {"routed experts": 0, "engram tables": 0, "replicated": 0}
-    for path, leaf in flat_paths(Transformer(c, ranks)).items():
+    for path, leaf in flat_paths(Transformer(c, ranks, engram)).items():
         kind = "routed experts" if ".ffn.experts." in path else "engram tables" if ".engram.table" in path else "replicated"
         out[kind] += _bytes(leaf)
     return out
@@ -93,13 +93,14 @@ def working_bytes(c: ModelConfig, *, batch: int, context: int) -> dict[str, int]
     }
 
 
-def report(c: ModelConfig, *, batch: int, context: int, ranks: int, options: DecodeOptions | None = None) -> dict:
-    """Everything `dsv41 inspect` shows, as plain data. Raises ValueError for a context beyond the model's or ranks that
-    do not divide the experts."""
+def report(c: ModelConfig, *, batch: int, context: int, ranks: int, options: DecodeOptions | None = None,
+           engram: str = "device") -> dict:  # fmt: skip
+    """Everything `dsv41 inspect` shows, as plain data. engram: where its tables are, "device" or "host". Raises ValueError
+    for a context beyond the model's, ranks that do not divide the experts, or another place."""
     if context > c.max_position_embeddings:
         raise ValueError(f"context: expected at most {c.max_position_embeddings} tokens, got {context}")
     kinds = parameter_kinds(c)
-    weights = rank_weights(c, ranks)
+    weights = rank_weights(c, ranks, engram)
     cache = cache_bytes(c, batch=batch, context=context)
     working = working_bytes(c, batch=batch, context=context)
     total = sum(weights.values()) + cache["total"] + sum(working.values())
@@ -118,6 +119,7 @@ def report(c: ModelConfig, *, batch: int, context: int, ranks: int, options: Dec
         "cache": cache,
         "working": working,
         "gpu_total": total,
+        "host": {"engram tables": kinds["engram tables"]["bytes"]} if engram == "host" and c.engram_layer_ids else {},
         "devices": {
             name: {"bytes": size, "fits": total <= size, "free": size - total, "used": total / size}
             for name, size in DEVICES.items()

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax import engram, hyper
+from dsv41_jax import engram, engram_host, hyper
 from dsv41_jax.attention import Carry, Pools, attention
 from dsv41_jax.cache import CacheGeometry, State
 from dsv41_jax.config import ModelConfig
@@ -143,13 +143,15 @@ def forward(
     carry = Carry()
     with jax.named_scope("embed"):
         rows = engram_rows(params, chunk, request_history(state, plan.slots, chunk.start), c)
+        records = None if params.engram_host is None else engram_host.fetch(params.engram_host[...], rows, c)
         at = initial_streams(params, chunk.tokens.reshape(-1), c, p)
     target = []
     sites = [w.hc_attn if s.engram is None else None for s, w in zip(c.layers, params.layers, strict=True)]
     for layer, layer_params, following in zip(c.layers, params.layers, [*sites[1:], None], strict=True):
         with jax.named_scope(f"layer{layer.index}_{layer.kind}"):
             if layer.engram is not None:
-                at = hyper.Residual(_engram(at.streams, layer_params.engram, rows[layer.engram], net), at.pre)
+                found = None if records is None else records[layer.engram]
+                at = hyper.Residual(_engram(at.streams, layer_params.engram, rows[layer.engram], found, net), at.pre)
             if layer.feature is not None:
                 mean = lambda s: codecs.rounded(jnp.mean(s.astype(jnp.float32), 1), p.dtype)
                 target.append(in_row_tiles(mean, at.streams))
@@ -176,9 +178,13 @@ def forward(
     return state, Features(hidden, jnp.concatenate(target, -1) if target else None, taps or {})
 
 
-def _engram(streams, params, rows, net: Network):
+def _engram(streams, params, rows, records, net: Network):
+    """records: what the host has fetched for `rows`, None where the device has the table."""
     with jax.named_scope("engram"):
-        e = net.exchange.lookup(params.table[...], params.table_scale[...], rows, streams.dtype)
+        if records is None:
+            e = net.exchange.lookup(params.table[...], params.table_scale[...], rows, streams.dtype)
+        else:
+            e = engram_host.values(records, streams.dtype)
         return engram.gate(streams, e, params, net.config, net.precision, net.options)
 
 

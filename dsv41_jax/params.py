@@ -18,6 +18,8 @@ from pallas_kernels.codecs import cdiv
 
 F8, BF16, F32, U8, I32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32, jnp.uint8, jnp.int32
 
+ENGRAM_PLACES = ("device", "host")
+
 
 def _param(shape, dtype) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)))
@@ -103,12 +105,13 @@ class MoE(nnx.Module):
 
 
 class Engram(nnx.Module):
-    """table f8[rows, D], table_scale u8[rows, D/32], wkv f8[(M+1)*H, heads*D], q_weight and k_weight bf16[M, H]."""
+    """table f8[rows, D] and table_scale u8[rows, D/32] (None: they stay on the host), wkv f8[(M+1)*H, heads*D], q_weight and
+    k_weight bf16[M, H]."""
 
-    def __init__(self, c: ModelConfig, rows: int):
+    def __init__(self, c: ModelConfig, rows: int | None):
         d = c.engram_head_dim
-        self.table = _param((rows, d), F8)
-        self.table_scale = _param((rows, d // 32), U8)
+        self.table = _param((rows, d), F8) if rows is not None else None
+        self.table_scale = _param((rows, d // 32), U8) if rows is not None else None
         self.wkv = Fp8Linear((c.hc_mult + 1) * c.hidden_size, c.ngram_heads * d)
         self.q_weight = _param((c.hc_mult, c.hidden_size), BF16)
         self.k_weight = _param((c.hc_mult, c.hidden_size), BF16)
@@ -117,7 +120,7 @@ class Engram(nnx.Module):
 class Block(nnx.Module):
     """One layer, or one draft stage."""
 
-    def __init__(self, c: ModelConfig, layer: LayerSpec, experts: int, local_experts: int, engram_rows: int = 0):
+    def __init__(self, c: ModelConfig, layer: LayerSpec, experts: int, local_experts: int, engram_rows: int | None = None):
         self.engram = Engram(c, engram_rows) if layer.engram is not None else None
         self.hc_attn = HyperSite(c)
         self.attn_norm = _param((c.hidden_size,), BF16)
@@ -144,25 +147,36 @@ class Draft(nnx.Module):
 class Transformer(nnx.Module):
     """All parameters of one rank.
 
-    config: the geometry. ranks: expert-parallel ranks; experts and engram rows are held 1/ranks each.
-    token_map: i32[V], raw token id -> engram id (spec/model.md section 10).
-    Raises ValueError if `ranks` does not divide the experts.
+    config: the geometry. ranks: expert-parallel ranks; experts and engram rows are held 1/ranks each. engram: where the
+    engram tables are, one of ENGRAM_PLACES.
+    token_map: i32[V], raw token id -> engram id (spec/model.md section 10). engram_host: i32[], the number of the tables on
+    the host (`engram_host`), None if they are on the device or there are none.
+    Raises ValueError if `ranks` does not divide the experts, or for another place.
     """
 
-    def __init__(self, c: ModelConfig, ranks: int = 1):
+    def __init__(self, c: ModelConfig, ranks: int = 1, engram: str = "device"):
+        if engram not in ENGRAM_PLACES:
+            raise ValueError(f"engram: expected one of {ENGRAM_PLACES}, got {engram!r}")
         for name in ("n_routed_experts", "dspark_n_routed_experts"):
             if getattr(c, name) % ranks:
                 raise ValueError(f"ranks: expected a divisor of {name} = {getattr(c, name)}, got {ranks}")
         self.embed = _param((c.vocab_size, c.hidden_size), BF16)
         self.token_map = _param((c.vocab_size,), I32)
         local = c.n_routed_experts // ranks
-        rows = [cdiv(n, ranks) for n in c.engram_num_embeddings]
+        on_host = engram == "host" and bool(c.engram_layer_ids)
+        self.engram_host = _param((), I32) if on_host else None
+        rows = [None if on_host else cdiv(n, ranks) for n in c.engram_num_embeddings]
         self.layers = nnx.List([
-            Block(c, s, c.n_routed_experts, local, rows[s.engram] if s.engram is not None else 0) for s in c.layers
+            Block(c, s, c.n_routed_experts, local, rows[s.engram] if s.engram is not None else None) for s in c.layers
         ])  # fmt: skip
         self.norm = _param((c.hidden_size,), BF16)
         self.head = _param((c.vocab_size, c.hidden_size), BF16)
         self.draft = Draft(c, c.dspark_n_routed_experts // ranks) if c.has_draft else None
+
+    @property
+    def engram_place(self) -> str:
+        """Where the engram tables are: "device" or "host"."""
+        return "device" if self.engram_host is None else "host"
 
 
 def flat_paths(module) -> dict[str, jax.ShapeDtypeStruct]:

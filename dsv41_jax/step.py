@@ -179,6 +179,7 @@ class Steps:
             raise ValueError(f"gamma: expected gamma + 1 <= span = {net.geometry.span} rows a step, got {gamma}")
         self.net = net
         self._leaves, self._treedef = jax.tree.flatten(params)
+        self._engram = params.engram_place
         self._mtp = compiled(mtp_step, self._treedef, net=net, gamma=self.gamma)
         self._prefill = compiled(prefill_step, self._treedef, net=net)
         self._forward = compiled(_forward_logits, self._treedef, net=net, dump=False)
@@ -191,6 +192,8 @@ class Steps:
 
     def reload(self, params: Transformer) -> None:
         """Replace the parameters; shapes and dtypes must match, so nothing is compiled again. Raises ValueError."""
+        if params.engram_place != self._engram:
+            raise ValueError(f"reload: expected engram tables on the {self._engram}, got them on the {params.engram_place}")
         leaves, treedef = jax.tree.flatten(params)
         same = treedef == self._treedef and all(a.shape == b.shape and a.dtype == b.dtype
                                                 for a, b in zip(leaves, self._leaves, strict=True))  # fmt: skip

@@ -25,7 +25,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dsv41_jax.engram import lookup
+from dsv41_jax.engram import lookup, split_records
 from dsv41_jax.moe import NOTHING_BESIDE
 from dsv41_jax.params import Experts
 from pallas_kernels import codecs
@@ -166,7 +166,7 @@ class _Sharded:
         takes the owner's.
         """
         t, n = rows.shape
-        owned, d = table.shape
+        owned = table.shape[0]
         asked = self._to_all(rows)  # i32[R*T, n]
         local = asked - self.rank() * owned
         at = jnp.where((local >= 0) & (local < owned), local, 0)
@@ -175,9 +175,8 @@ class _Sharded:
         known = (rows >= 0) & (rows < owned * self.ranks)
         place = self._place(jnp.where(known, rows // owned, 0))
         record = jnp.take_along_axis(answers, place[None, :, :, None], 0)[0].reshape(t * n, -1)
-        payload = jax.lax.bitcast_convert_type(record[:, :d], table.dtype)
         row = jnp.where(known, jnp.arange(t * n, dtype=jnp.int32).reshape(t, n), -1)
-        return lookup(payload, record[:, d:], row, dtype)
+        return lookup(*split_records(record), row, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,22 +15,23 @@ def load_sharded(
     mesh: jax.sharding.Mesh,
     config: ModelConfig | None = None,
     *,
+    engram: str = "device",
     expert_order: str = "auto",
     progress: bool = True,
 ) -> Transformer:
     """The parameters over all ranks of a mesh, as ShardedSteps takes them.
 
     Split parameters are read once each, block by block, onto the device that owns them; replicated ones are read onto
-    rank 0 and copied from device to device. The host never holds more than a block. expert_order: as in
-    `checkpoint.load`.
+    rank 0 and copied from device to device. The host never holds more than a block. engram, expert_order: as
+    in `checkpoint.load`; on the host there is one table for all ranks, and each fetches its own rows.
     Raises ValueError if the mesh does not divide the experts, and what `checkpoint.load` raises; all of it before any
     device allocation.
     """
     mesh_ranks(mesh)  # refuses a mesh of other axes
     devices = list(mesh.devices.flat)
-    c, parts = checkpoint.load_ranks(folder, config, devices=devices, split=is_split,
+    c, parts = checkpoint.load_ranks(folder, config, devices=devices, split=is_split, engram=engram,
                                      expert_order=expert_order, progress=progress)  # fmt: skip
-    placeholders = global_parameters(c, mesh)
+    placeholders = global_parameters(c, mesh, engram)
     leaves = []
     for path, leaf in flat_paths(placeholders).items():
         if is_split(path):

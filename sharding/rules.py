@@ -79,15 +79,15 @@ def parameter_shardings(c: ModelConfig, mesh: jax.sharding.Mesh) -> dict[str, Na
     return {path: NamedSharding(mesh, parameter_spec(path)) for path in flat_paths(Transformer(c, mesh.size))}
 
 
-def global_parameters(c: ModelConfig, mesh: jax.sharding.Mesh) -> Transformer:
+def global_parameters(c: ModelConfig, mesh: jax.sharding.Mesh, engram: str = "device") -> Transformer:
     """Placeholders (jax.ShapeDtypeStruct with shardings) of the whole Transformer over the mesh.
 
     Split parameters are the ranks' parts end to end: [E, ...] experts, [R * ceil(n / R), ...] engram rows, the last of
-    them zero padding. Raises ValueError if the mesh does not fit the geometry.
+    them zero padding; with engram="host" there are none. Raises ValueError if the mesh does not fit the geometry.
     """
     ranks = mesh_ranks(mesh)
     check_ranks(c, ranks)
-    local = Transformer(c, ranks)
+    local = Transformer(c, ranks, engram)
     leaves = []
     for path, leaf in flat_paths(local).items():
         shape = (leaf.shape[0] * ranks, *leaf.shape[1:]) if is_split(path) else leaf.shape

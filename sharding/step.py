@@ -54,7 +54,7 @@ class ShardedSteps(Steps):
         exchange = exchange or GatherExchange(ranks)
         if (exchange.ranks, getattr(exchange, "axis", None)) != (ranks, mesh.axis_names[0]):
             raise ValueError(f"exchange: expected one for {ranks} ranks of axis {mesh.axis_names[0]!r}, got {exchange}")
-        _check_parameters(params, global_parameters(net.config, mesh))
+        _check_parameters(params, global_parameters(net.config, mesh, params.engram_place))
         super().__init__(dataclasses.replace(net, exchange=exchange), params, gamma)
         mapped = functools.partial(compiled_over, mesh, self._treedef, tuple(flat_paths(params)), net=self.net)
         self._mtp = mapped(step=mtp_step, gamma=self.gamma)
@@ -64,7 +64,7 @@ class ShardedSteps(Steps):
 
     def reload(self, params: Transformer) -> None:
         """Replace the parameters; shapes, dtypes and shardings must match. Raises ValueError."""
-        _check_parameters(params, global_parameters(self.net.config, self.mesh))
+        _check_parameters(params, global_parameters(self.net.config, self.mesh, params.engram_place))
         super().reload(params)
 
     def decode(self, state, batch):

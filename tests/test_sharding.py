@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-FILES = ("sharding_cases.py", "engine_mesh_cases.py")
+FILES = ("sharding_cases.py", "engine_mesh_cases.py", "engram_host_cases.py")
 CASES = [case for file in FILES for case in re.findall(r"^def (test_\w+)", (HERE / file).read_text(), re.MULTILINE)]
 # these executables run for milliseconds: compiling them is the cost, so LLVM does not optimise
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
