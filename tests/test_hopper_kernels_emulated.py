@@ -135,19 +135,10 @@ def attention_reference(inputs, **options):
     return jax.jit(functools.partial(reference_attention.sparse_attention, **options))(**inputs)
 
 
-ATTENTIONS = {
-    "hopper": attention_hopper.sparse_attention,
-    "halves": functools.partial(
-        attention_hopper.persistent, cut=dataclasses.replace(attention_hopper.HALVES, programs=2)
-    ),
-    "persistent": functools.partial(attention_hopper.persistent, cut=attention_hopper.Persistent(programs=2)),
-}
-
-
-@pytest.mark.parametrize("kernel", ATTENTIONS)
-def test_attention_kernel_attends_as_the_reference_does(kernel):
-    """A row at the start of its ring, one whose window wraps around it, an invalid and a padding row; slots that select
-    nothing; what no row may read is poison; the query is rotated."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_attention_kernel_attends_as_the_reference_does(ahead):
+    """Two rows a program: one at the start of its ring, one whose window wraps around it, an invalid and a padding row;
+    slots that select nothing; what no row may read is poison; the query is rotated."""
     inputs = ATTENTION.make_inputs(seed=43)
     inputs["positions"][:, 0] = 20, 140, 50, -1
     inputs["slots"][2] = -1
@@ -159,18 +150,18 @@ def test_attention_kernel_attends_as_the_reference_does(kernel):
     want = attention_reference(inputs, **ATTENTION.options, rotate_query=True)
     for order in ("ascending", "descending"):
         with emulated(order):
-            got = ATTENTIONS[kernel](**inputs, **ATTENTION.options, rotate_query=True)
+            options = ATTENTION.options | {"rotate_query": True, "programs": 2, "ahead": ahead}
+            got = attention_hopper.sparse_attention(**inputs, **options)
         check_attention(got, want)
         assert not got[2:].any()
 
 
-@pytest.mark.parametrize("kernel", ATTENTIONS)
-def test_attention_kernel_reads_queries_behind_other_columns_and_explicit_bounds(kernel):
+def test_attention_kernel_reads_queries_behind_other_columns_and_explicit_bounds():
     spec = dataclasses.replace(ATTENTION, batch=2, selected=0, context=30)
     inputs = spec.make_inputs(seed=44)
     bounds = {"window_start": np.int32([[25], [31]]), "window_end": np.int32([[33], [31]])}
     with emulated():
-        got = ATTENTIONS[kernel](**behind(inputs, 64), **spec.options, **bounds, first=64)
+        got = attention_hopper.sparse_attention(**behind(inputs, 64), **spec.options, **bounds, first=64)
     check_attention(got, attention_reference(inputs | bounds, **spec.options))
     assert not got[1].any(), "a row with an empty window is 0"
 

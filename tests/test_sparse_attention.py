@@ -236,7 +236,7 @@ def on_hopper():
     return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
-@pytest.fixture(params=["hopper", "hopper_halves", "hopper_persistent", "one_pass"])
+@pytest.fixture(params=["hopper_persistent", "hopper_ahead", "one_pass"])
 def impl(request):
     if request.param.startswith("hopper") and not on_hopper():
         pytest.skip("the kernel runs on an sm_90 GPU")
@@ -313,11 +313,11 @@ def test_kernel_explicit_bounds(impl):
 def test_explain_says_why_the_kernel_is_passed_over():
     inputs = specs.TINY.make_inputs(seed=0)
     answer = explain(*inputs.values(), arch="sm_90", **specs.TINY.options)
-    assert answer["chosen"] == "reference" and answer["hopper"]
-    assert "sm_103" in explain(*inputs.values(), arch="sm_103", **specs.TINY.options)["hopper"]
+    assert answer["chosen"] == "reference" and answer["hopper_persistent"]
+    assert "sm_103" in explain(*inputs.values(), arch="sm_103", **specs.TINY.options)["hopper_persistent"]
 
 
-@pytest.mark.parametrize(("arch", "chosen"), [("sm_90", "hopper"), ("sm_100", "one_pass"), ("sm_103", "one_pass")])
+@pytest.mark.parametrize(("arch", "chosen"), [("sm_90", "hopper_persistent"), ("sm_100", "one_pass"), ("sm_103", "one_pass")])
 def test_released_shapes_get_a_kernel(arch, chosen):
     pytest.importorskip("triton")
     inputs = dataclasses.replace(specs.SMALL, batch=1, context=0).make_inputs(0)

@@ -51,11 +51,9 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 
 
 IMPLEMENTATIONS = (  # fastest first
-    registry.Implementation("hopper", hopper.sparse_attention, ("sm_90",), hopper.refuses),
-    registry.Implementation("hopper_halves", functools.partial(hopper.persistent, cut=hopper.HALVES), ("sm_90",),
-                            hopper.refuses, by_name_only="not measured on a GPU yet"),
-    registry.Implementation("hopper_persistent", hopper.persistent, ("sm_90",), hopper.refuses,
-                            by_name_only="not measured on a GPU yet"),
+    registry.Implementation("hopper_persistent", hopper.sparse_attention, ("sm_90",), hopper.refuses),
+    registry.Implementation("hopper_ahead", functools.partial(hopper.sparse_attention, ahead=True), ("sm_90",),
+                            hopper.refuses, by_name_only="no GPU has measured it"),
     registry.Implementation("one_pass", one_pass.sparse_attention, one_pass.ARCHES, one_pass.refuses),
     registry.Implementation("reference", reference.sparse_attention),
 )

@@ -1,7 +1,5 @@
 """sparse_attention on Hopper: when the kernel of hopper_kernel.py fits, and how it is launched."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +7,7 @@ from pallas_kernels import codecs, gluon_call
 from pallas_kernels.sparse_attention.reference import query_shape, window_bounds
 
 LOG2E = 1.4426950408889634
+PROGRAMS = 132  # multiprocessors of an H100 or H200
 SHIFT = 2.0**32  # the kernel's key planes hold keys / SHIFT
 
 
@@ -33,44 +32,14 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
     return None
 
 
-def sparse_attention(*args, **options):
-    """The operator (api.py has its contract) for bf16 q of 64 heads with 512 channels and packed pools."""
+def sparse_attention(
+    q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
+    window, scale, window_start=None, window_end=None, rotate_query=False, first=0, programs=PROGRAMS, ahead=False,
+):  # fmt: skip
+    """The operator (api.py has its contract) for bf16 q of 64 heads with 512 channels and packed pools. programs: at most
+    so many share the rows; no row's result depends on them. ahead: load a row's selected slots a row before its records."""
     from pallas_kernels.sparse_attention import hopper_kernel
 
-    return _launch(hopper_kernel.attention, 8, {}, *args, **options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Persistent:
-    """How hopper_persistent_kernel.py is cut. programs: at most so many, for one each of a GPU's multiprocessors."""
-
-    programs: int = 132
-    decoder_registers: int = 88
-    other_registers: int = 192
-    halves: bool = False  # tiles are handed over by half of their channels
-    prefetch: bool = True  # selected entries into the L2 cache a row ahead
-
-
-HALVES = Persistent(decoder_registers=64, other_registers=208, halves=True)
-
-
-def persistent(*args, cut: Persistent = Persistent(), **options):
-    """The same by hopper_persistent_kernel.py, or hopper_halves_kernel.py."""
-    tuned = dict(DECODER_REGISTERS=cut.decoder_registers, OTHER_REGISTERS=cut.other_registers)
-    if cut.halves:
-        from pallas_kernels.sparse_attention import hopper_halves_kernel
-
-        tuned |= dict(PREFETCH=cut.prefetch)
-        return _launch(hopper_halves_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)
-    from pallas_kernels.sparse_attention import hopper_persistent_kernel
-
-    return _launch(hopper_persistent_kernel.attention, 4, tuned, *args, programs=cut.programs, **options)
-
-
-def _launch(
-    kernel, warps, tuned, q, window_pool, slots, positions, global_pool, global_slots, sink, cos, sin, *,
-    window, scale, window_start=None, window_end=None, rotate_query=False, first=0, programs=None,
-):  # fmt: skip
     shape = batch, span, heads, dim = query_shape(q, sink, first)
     bounds = window_start is not None or window_end is not None
     start, end = window_bounds(positions, window, window_start, window_end) if bounds else (positions, positions)
@@ -80,15 +49,15 @@ def _launch(
     else:
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
     rows = batch * span
-    if programs is not None:
-        programs = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
-        tuned = tuned | dict(ROWS=rows, PROGRAMS=programs, PADDED=max(64, 1 << (selected - 1).bit_length()))
+    programs = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
+    padded = max(64, 1 << (selected - 1).bit_length()) if ahead and selected else 0
     return gluon_call.gluon_call(
-        kernel,
+        hopper_kernel.attention,
         q, window_pool, slots, positions, start, end, global_pool, global_slots, sink, cos, sin,
         out_shape=jax.ShapeDtypeStruct(shape, q.dtype),
-        grid=(programs or rows, 1, 1), warps=warps, compute_capability=90,
+        grid=(programs, 1, 1), warps=4, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
-        BOUNDS=bounds, ROTATE=rotate_query, **tuned,
+        BOUNDS=bounds, ROTATE=rotate_query, ROWS=rows, PADDED=padded, DECODER_REGISTERS=88,
+        OTHER_REGISTERS=192,
     )  # fmt: skip

@@ -1,32 +1,31 @@
 """The Hopper kernel of sparse attention, in Gluon. Imports Triton: import it only where a GPU kernel is wanted.
 
-One program per query row: all N heads of the row share its keys. A warp group turns tiles of 64 keys from bytes into
-bf16, in two shared-memory buffers; two other warp groups multiply them, each tile being K and V at once. Even and odd
-channels live in two planes, so that an FP4 byte, an FP8 pair and a rotary pair are each one element of both planes, and
-decoding, inverse RoPE and the store need no shuffles. The query (64 KiB at 64 x 512) stays in shared memory, the
-accumulators in registers.
+Program p computes query rows p, p + programs, ...; all N heads of a row share its keys. One warp group loads, one
+decodes and two multiply (hopper_math.py), and each goes on to the next row as soon as its own part of this one is
+done. The loading one copies records, and the row's query, asynchronously into a ring of small parts, so that the
+decoding one has no load in flight when it orders its stores before the tensor core's reads (that fence waits for every
+load of the thread). The decoding one turns tiles of 64 keys from bytes into bf16, in two shared-memory buffers, each
+tile being K and V at once.
 
-Bytes become bf16 by moving their bits into a bf16 of tiny exponent and one packed multiplication with the group's scale
-(exact: such a product has at most 6 significant bits). Planes carry keys times 2**-32, which keeps that multiplier
-finite for every scale below 2**34; logits and output take the factor back.
+Even and odd channels live in two planes, so that an FP4 byte, an FP8 pair and a rotary pair are each one element of
+both planes, and decoding, inverse RoPE and the store need no shuffles. Bytes become bf16 by moving their bits into a
+bf16 of tiny exponent and one packed multiplication with the group's scale (exact: such a product has at most 6
+significant bits). Planes carry keys times 2**-32, which keeps that multiplier finite for every scale below 2**34;
+logits and output take the factor back.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-TILE = gl.constexpr(64)  # keys a tile
-RINGS = gl.constexpr(16)  # ring rows decoded at once: bounds the decoder's registers
-PICKS = gl.constexpr(32)  # selected entries decoded at once
-DECODER_REGISTERS = gl.constexpr(112)
-SHIFT = gl.constexpr(2.0**32)
-LOG2E = gl.constexpr(1.4426950408889634)
+from pallas_kernels.sparse_attention.hopper_math import TILE, attend_half, row_range
+
+RINGS = gl.constexpr(8)  # ring rows a part
+PICKS = gl.constexpr(16)  # selected entries a part: at 512 channels the same 4 KiB of codes
+HEADS = gl.constexpr(8)  # heads of the query a part, half of their channels
+PARTS = gl.constexpr(5)  # in the ring
+LOADER_REGISTERS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -73,21 +72,101 @@ def _split_fp4(x, factor):
 
 
 @gluon.jit
-def _load_window(base, position, end, RING: gl.constexpr, D: gl.constexpr, L2: gl.constexpr, L3: gl.constexpr):
-    """RINGS ring rows from `position` on -> (i32[RINGS, D/4] words, u8[RINGS, D/32] scales)."""
-    RECORD: gl.constexpr = D + D // 32
-    p = position + gl.arange(0, RINGS, gl.SliceLayout(1, L2))
-    word = gl.arange(0, D // 4, gl.SliceLayout(0, L2))
-    at = gl.expand_dims((p % RING) * (RECORD // 4), 1) + gl.expand_dims(word, 0)
-    words = gl.load(base.to(gl.pointer_type(gl.int32)) + at, mask=gl.expand_dims(p < end, 1), other=0)
-    p = position + gl.arange(0, RINGS, gl.SliceLayout(1, gl.SliceLayout(2, L3)))
-    group = gl.arange(0, D // 32, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
-    at = gl.expand_dims((p % RING) * RECORD + D, 1) + gl.expand_dims(group, 0)
-    return words, gl.load(base + at, mask=gl.expand_dims(p < end, 1), other=0)
+def _step(at, phase):
+    """The next part of the ring and the parity of its round."""
+    over = at + 1 == PARTS
+    return gl.where(over, 0, at + 1), gl.where(over, phase ^ 1, phase)
 
 
 @gluon.jit
-def _store_window(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+def _load_parts(
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales, picked,
+    landed, taken,
+    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
+    WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, PADDED: gl.constexpr,
+):  # fmt: skip
+    """The loading warp group: of every row the query, the window, the selected entries, each part once its place is free."""
+    H: gl.constexpr = D // 2
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    WS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    G: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    GS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    WINDOW_RECORD: gl.constexpr = (D + D // 32) // 4
+    RECORD: gl.constexpr = (D // 2 + D // 16) // 4
+    q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
+    ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 4], words.type.layout)
+    ring_scales = scales._reinterpret(gl.int32, [PARTS, 4 * RINGS, D // 128], scales.type.layout)
+    at, phase = 0, 1
+    if PADDED:
+        entry = gl.arange(0, PADDED, gl.BlockedLayout([4], [32], [4], [0]))
+        ahead = gl.load(gslot_ptr + (gl.program_id(0) * K + entry), mask=entry < K, other=-1)
+    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+        slot, first, end, ring_tiles, pick_tiles = row_range(
+            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
+        )
+        if PADDED:
+            picked.store(ahead)
+            following = t + gl.num_programs(0)
+            ahead = gl.load(gslot_ptr + (following * K + entry), mask=(entry < K) & (following < rows), other=-1)
+        if ring_tiles + pick_tiles > 0:
+            source = q_ptr.to(gl.pointer_type(gl.int32)) + (t * (FIRST // 2 + N * H) + FIRST // 2)
+            head = gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, W)) * H, 1)
+            word = gl.expand_dims(gl.arange(0, H // 2, gl.SliceLayout(0, W)), 0)
+            for part in range(2 * N // HEADS):
+                start = (part >> 1) * (HEADS * H) + (part & 1) * (H // 2)
+                mbarrier.wait(taken.index(at), phase)
+                async_copy.async_copy_global_to_shared(q_words.index(at), source + (start + (head + word)))
+                async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+                at, phase = _step(at, phase)
+        source = (win_ptr + slot.to(gl.int64) * (RING * (D + D // 32))).to(gl.pointer_type(gl.int32))
+        word = gl.expand_dims(gl.arange(0, D // 4, gl.SliceLayout(0, W)), 0)
+        scale = gl.expand_dims(gl.arange(0, D // 128, gl.SliceLayout(0, WS)), 0) + D // 4
+        for part in range(ring_tiles * (TILE // RINGS)):
+            p = first + part * RINGS + gl.arange(0, RINGS, gl.SliceLayout(1, W))
+            ps = first + part * RINGS + gl.arange(0, RINGS, gl.SliceLayout(1, WS))
+            row, row_s = gl.expand_dims((p % RING) * WINDOW_RECORD, 1), gl.expand_dims((ps % RING) * WINDOW_RECORD, 1)
+            mbarrier.wait(taken.index(at), phase)
+            async_copy.async_copy_global_to_shared(
+                ring_words.index(at), source + (row + word), mask=gl.expand_dims(p < end, 1)
+            )
+            async_copy.async_copy_global_to_shared(
+                ring_scales.index(at).slice(0, RINGS), source + (row_s + scale), mask=gl.expand_dims(ps < end, 1)
+            )
+            async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+            at, phase = _step(at, phase)
+        if K > 0:
+            source = glob_ptr.to(gl.pointer_type(gl.int32))
+            word = gl.expand_dims(gl.arange(0, D // 8, gl.SliceLayout(0, G)), 0)
+            scale = gl.expand_dims(gl.arange(0, D // 64, gl.SliceLayout(0, GS)), 0) + D // 8
+            k, ks = gl.arange(0, PICKS, gl.SliceLayout(1, G)), gl.arange(0, PICKS, gl.SliceLayout(1, GS))
+            if not PADDED:
+                pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
+                pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
+            for part in range(pick_tiles * (TILE // PICKS)):
+                if PADDED:
+                    slots = picked._reinterpret(gl.int32, [PADDED // PICKS, PICKS], picked.type.layout).index(part)
+                    pick, pick_s = slots.load(gl.SliceLayout(1, G)), slots.load(gl.SliceLayout(1, GS))
+                k, ks = k + PICKS, ks + PICKS
+                live, live_s = (pick >= 0) & (pick < ENTRIES), (pick_s >= 0) & (pick_s < ENTRIES)
+                row = gl.expand_dims(gl.where(live, pick, 0) * RECORD, 1)
+                row_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD, 1)
+                mbarrier.wait(taken.index(at), phase)
+                async_copy.async_copy_global_to_shared(
+                    words.index(at), source + (row + word), mask=gl.expand_dims(live, 1)
+                )
+                async_copy.async_copy_global_to_shared(
+                    scales.index(at), source + (row_s + scale), mask=gl.expand_dims(live_s, 1)
+                )
+                async_copy.mbarrier_arrive(landed.index(at), increment_count=False)
+                if not PADDED:
+                    pick = gl.load(gslot_ptr + (t * K + k), mask=k < K, other=-1)
+                    pick_s = gl.load(gslot_ptr + (t * K + ks), mask=ks < K, other=-1)
+                at, phase = _step(at, phase)
+
+
+@gluon.jit
+def _decode_window(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+    """RINGS ring rows, i32[RINGS, D/4] and u8[RINGS, D/32] -> the rows of both planes."""
     # factor 2**(byte - 127 + 120 - 32): exponent field byte + 88, kept finite
     field = gl.minimum(scale.to(gl.int32) + 88, 254)
     factor = gl.expand_dims((field << 7) | (field << 23), 2)
@@ -98,29 +177,8 @@ def _store_window(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.c
 
 
 @gluon.jit
-def _load_slots(base, first, K: gl.constexpr, L2: gl.constexpr):
-    k = first + gl.arange(0, PICKS, gl.SliceLayout(1, L2))
-    return gl.load(base + k, mask=k < K, other=-1)
-
-
-@gluon.jit
-def _load_global(base, slot, ENTRIES: gl.constexpr, D: gl.constexpr, L2: gl.constexpr, L3: gl.constexpr):
-    """PICKS entries -> (i32[PICKS, D/8] words, u8[PICKS, D/16] scales); a slot outside the pool gives zeros."""
-    RECORD: gl.constexpr = D // 2 + D // 16
-    mask = (slot >= 0) & (slot < ENTRIES)
-    row = gl.where(mask, slot, 0)
-    word = gl.arange(0, D // 8, gl.SliceLayout(0, L2))
-    at = gl.expand_dims(row * (RECORD // 4), 1) + gl.expand_dims(word, 0)
-    words = gl.load(base.to(gl.pointer_type(gl.int32)) + at, mask=gl.expand_dims(mask, 1), other=0)
-    S2: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
-    row, mask = gl.convert_layout(row, S2), gl.convert_layout(mask, S2)
-    group = gl.arange(0, D // 16, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
-    at = gl.expand_dims(row.to(gl.int64) * RECORD + D // 2, 1) + gl.expand_dims(group, 0)
-    return words, gl.load(base + at, mask=gl.expand_dims(mask, 1), other=0)
-
-
-@gluon.jit
-def _store_global(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+def _decode_picks(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.constexpr):
+    """PICKS entries, i32[PICKS, D/8] and u8[PICKS, D/16] -> the rows of both planes."""
     # an e4m3 scale's bits as f32 are scale * 2**-120; the factor is scale * 2**(126 - 32), exact in bf16
     tiny = (scale.to(gl.int32) << 20).to(gl.float32, bitcast=True)
     bits = (tiny * 1.329227995784916e36 * 1.9807040628566084e28).to(gl.int32, bitcast=True)
@@ -132,134 +190,110 @@ def _store_global(words, scale, even_plane, odd_plane, D: gl.constexpr, L3: gl.c
 
 
 @gluon.jit
-def _decode_tiles(
-    ring, first, end, ring_tiles, glob_ptr, chosen, pick_tiles, we, wo, ready, free,
-    RING: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, D: gl.constexpr,
+def _rotate_query(t, cos_ptr, sin_ptr, qe, qo, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr):
+    """Rotate the last PAIRS columns of the two query planes where they lie, 64 columns at a time."""
+    H: gl.constexpr = D // 2
+    R: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for c in gl.static_range((H - PAIRS) // 64 * 64, H, 64):
+        pair = c + gl.arange(0, 64, gl.SliceLayout(0, R)) - (H - PAIRS)
+        cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
+        sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
+        for head in gl.static_range(0, N, 16):
+            even, odd = qe.slice(head, 16).slice(c, 64, 1), qo.slice(head, 16).slice(c, 64, 1)
+            re, im = even.load(R).to(gl.float32), odd.load(R).to(gl.float32)
+            even.store((re * cos - im * sin).to(gl.bfloat16))
+            odd.store((im * cos + re * sin).to(gl.bfloat16))
+
+
+@gluon.jit
+def _take(words, scales, landed, taken, at, phase, W: gl.constexpr, SL: gl.constexpr, ROWS: gl.constexpr):
+    """A landed part -> (its words in layout W, the scales of its ROWS rows in layout SL), and its place is free again."""
+    mbarrier.wait(landed.index(at), phase)
+    x = words.index(at).load(W)
+    scale = scales.index(at).slice(0, ROWS).load(SL)
+    gl.thread_barrier()
+    mbarrier.arrive(taken.index(at), count=1)
+    at, phase = _step(at, phase)
+    return x, scale, at, phase
+
+
+@gluon.jit
+def _decode_parts(
+    rows, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken, qe, qo, we, wo,
+    asked, answered, ready, free,
+    S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, N_SLOTS: gl.constexpr,
+    WINDOW: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """The decoding warp group: fill buffer n % 2 with tile n as soon as it is free, window tiles first."""
+    """The decoding warp group: of every row the query, once the row before is `answered`, and its tiles, each into buffer
+    n % 2 as soon as that is free. Tiles are counted through all rows."""
+    H: gl.constexpr = D // 2
+    WORDS: gl.constexpr = we.type.layout
+    Q2: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     W2: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     W3: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [4, 1, 1], [2, 1, 0])
-    G2: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    G3: gl.constexpr = gl.BlockedLayout([1, 2, 2], [2, 16, 1], [4, 1, 1], [2, 1, 0])
-    a, a_scale = _load_window(ring, first, end, RING, D, W2, W3)
-    b, b_scale = _load_window(ring, first + RINGS, end, RING, D, W2, W3)
-    for n in range(ring_tiles):
-        even, odd = we.index(n & 1), wo.index(n & 1)
-        mbarrier.wait(free.index(n & 1), ((n >> 1) & 1) ^ 1)
-        for part in gl.static_range(0, TILE, 2 * RINGS):
-            ahead = first + n * TILE + part + 2 * RINGS
-            _store_window(a, a_scale, even.slice(part, RINGS), odd.slice(part, RINGS), D, W3)
-            a, a_scale = _load_window(ring, ahead, end, RING, D, W2, W3)
-            _store_window(b, b_scale, even.slice(part + RINGS, RINGS), odd.slice(part + RINGS, RINGS), D, W3)
-            b, b_scale = _load_window(ring, ahead + RINGS, end, RING, D, W2, W3)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(n & 1), count=1)
-    if K > 0:
-        c, c_scale = _load_global(glob_ptr, _load_slots(chosen, 0, K, G2), ENTRIES, D, G2, G3)
-        d, d_scale = _load_global(glob_ptr, _load_slots(chosen, PICKS, K, G2), ENTRIES, D, G2, G3)
-        c_slot, d_slot = _load_slots(chosen, TILE, K, G2), _load_slots(chosen, TILE + PICKS, K, G2)
-        for j in range(pick_tiles):
-            n = ring_tiles + j
+    # 8 bytes of codes a thread: they give 16 bytes of each plane, and neighbours' lie side by side
+    G2: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    G3: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32, 1], [4, 1, 1], [2, 1, 0])
+    WS: gl.constexpr = gl.SliceLayout(2, W3)
+    GS: gl.constexpr = gl.SliceLayout(2, G3)
+    q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
+    ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 4], words.type.layout)
+    ring_scales = scales._reinterpret(gl.uint8, [PARTS, 4 * RINGS, D // 32], scales.type.layout)
+    pick_scales = scales._reinterpret(gl.uint8, [PARTS, PICKS, D // 16], scales.type.layout)
+    even_words = qe._reinterpret(gl.int32, [1, N, H // 2], WORDS).index(0)
+    odd_words = qo._reinterpret(gl.int32, [1, N, H // 2], WORDS).index(0)
+    at, phase, n, query = 0, 0, 0, 0
+    for t in range(gl.program_id(0), rows, gl.num_programs(0)):
+        slot, first, end, ring_tiles, pick_tiles = row_range(
+            t, slots_ptr, pos_ptr, start_ptr, end_ptr, S, N_SLOTS, WINDOW, K, BOUNDS
+        )
+        if ring_tiles + pick_tiles > 0:
+            mbarrier.wait(answered.index(0), query ^ 1)
+            for part in gl.static_range(2 * N // HEADS):
+                mbarrier.wait(landed.index(at), phase)
+                x = q_words.index(at).load(Q2)
+                gl.thread_barrier()
+                mbarrier.arrive(taken.index(at), count=1)
+                low, high = gl.split(x.reshape([HEADS, H // 4, 2]))
+                even = even_words.slice(part // 2 * HEADS, HEADS).slice(part % 2 * (H // 4), H // 4, 1)
+                odd = odd_words.slice(part // 2 * HEADS, HEADS).slice(part % 2 * (H // 4), H // 4, 1)
+                even.store((low & 0xFFFF) | (high << 16))
+                odd.store(((low >> 16) & 0xFFFF) | (high & -65536))
+                at, phase = _step(at, phase)
+            if ROTATE:
+                gl.thread_barrier()
+                _rotate_query(t, cos_ptr, sin_ptr, qe.index(0), qo.index(0), N, D, PAIRS)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(asked.index(0), count=1)
+            query ^= 1
+        for _ in range(ring_tiles):
             even, odd = we.index(n & 1), wo.index(n & 1)
+            x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
             mbarrier.wait(free.index(n & 1), ((n >> 1) & 1) ^ 1)
-            _store_global(c, c_scale, even.slice(0, PICKS), odd.slice(0, PICKS), D, G3)
-            c, c_scale = _load_global(glob_ptr, c_slot, ENTRIES, D, G2, G3)
-            c_slot = _load_slots(chosen, (j + 2) * TILE, K, G2)
-            _store_global(d, d_scale, even.slice(PICKS, PICKS), odd.slice(PICKS, PICKS), D, G3)
-            d, d_scale = _load_global(glob_ptr, d_slot, ENTRIES, D, G2, G3)
-            d_slot = _load_slots(chosen, (j + 2) * TILE + PICKS, K, G2)
+            for part in gl.static_range(0, TILE, RINGS):
+                now, its_scale = x, scale
+                if part + RINGS < TILE:  # on its way while this one is decoded
+                    x, scale, at, phase = _take(ring_words, ring_scales, landed, taken, at, phase, W2, WS, RINGS)
+                _decode_window(now, its_scale, even.slice(part, RINGS), odd.slice(part, RINGS), D, W3)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(n & 1), count=1)
-
-
-@gluon.jit
-def _attend_tile(
-    n, mask, m, total, acc_e, acc_o, qe, qo, ke_all, ko_all, p_smem, ready, free,
-    scale_log2: gl.constexpr, N: gl.constexpr, SL: gl.constexpr, A: gl.constexpr,
-):  # fmt: skip
-    """Online softmax over tile n, whose columns count where `mask` is true."""
-    ke, ko = ke_all.index(n & 1), ko_all.index(n & 1)
-    mbarrier.wait(ready.index(n & 1), (n >> 1) & 1)
-    s = gl.zeros([N, TILE], gl.float32, SL)
-    s = warpgroup_mma(qe, ke.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(qo, ko.permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    s = gl.where(gl.expand_dims(mask, 0), s * scale_log2, float("-inf"))
-    peak = gl.maximum(m, gl.max(s, 1))
-    p = gl.exp2(s - gl.expand_dims(peak, 1))
-    shrink = gl.exp2(m - peak)
-    # a thread's own columns only; warps and lanes are added up once, at the end
-    part = gl.sum(gl.sum(p.reshape([N, 2, 4, 4, 2]), 4), 2)
-    PART: gl.constexpr = part.type.layout
-    shrunk = gl.convert_layout(shrink, gl.SliceLayout(1, gl.SliceLayout(2, PART)))
-    total = total * gl.expand_dims(gl.expand_dims(shrunk, 1), 2) + part
-    p_smem.store(p.to(gl.bfloat16))
-    shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, A)), 1)
-    fence_async_shared()
-    gl.thread_barrier()
-    acc_e = warpgroup_mma(p_smem, ke, acc_e * shrink, is_async=True)
-    acc_o = warpgroup_mma(p_smem, ko, acc_o * shrink, is_async=True)
-    acc_e, acc_o = warpgroup_mma_wait(0, deps=[acc_e, acc_o])
-    gl.thread_barrier()  # both warp groups have finished with the buffer and the probabilities
-    mbarrier.arrive(free.index(n & 1), count=1)
-    return peak, total, acc_e, acc_o
-
-
-@gluon.jit
-def _attend(
-    t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-    qe, qo, ke, ko, p_smem, ready, free,
-    scale_log2: gl.constexpr, N: gl.constexpr, D: gl.constexpr, PAIRS: gl.constexpr, ENTRIES: gl.constexpr,
-    K: gl.constexpr, ROTATE: gl.constexpr,
-):  # fmt: skip
-    """The two multiplying warp groups: query in, tiles as they get ready, result out."""
-    H: gl.constexpr = D // 2
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
-    even = (q & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    odd = ((q >> 16) & 0xFFFF).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    if ROTATE:
-        pair = gl.arange(0, H, gl.SliceLayout(0, q.type.layout)) - (H - PAIRS)
-        cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
-        sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
-        re, im = even.to(gl.float32), odd.to(gl.float32)
-        even, odd = (re * cos - im * sin).to(gl.bfloat16), (im * cos + re * sin).to(gl.bfloat16)
-    qe.store(even)
-    qo.store(odd)
-    fence_async_shared()
-    gl.thread_barrier()
-    m = gl.full([N], -1e30, gl.float32, gl.SliceLayout(1, SL))
-    total = gl.sum(gl.sum(gl.full([N, TILE], 0.0, gl.float32, SL).reshape([N, 2, 4, 4, 2]), 4), 2)
-    acc_e = gl.zeros([N, H], gl.float32, A)
-    acc_o = gl.zeros([N, H], gl.float32, A)
-    column = gl.arange(0, TILE, gl.SliceLayout(0, SL))
-    for n in range(ring_tiles + pick_tiles):
-        mask = first + n * TILE + column < end
+            n += 1
         if K > 0:
-            k = (n - ring_tiles) * TILE + column
-            index = gl.load(chosen + k, mask=(k >= 0) & (k < K), other=-1)
-            mask = gl.where(n < ring_tiles, mask, (index >= 0) & (index < ENTRIES))
-        m, total, acc_e, acc_o = _attend_tile(
-            n, mask, m, total, acc_e, acc_o, qe, qo, ke, ko, p_smem, ready, free, scale_log2, N, SL, A
-        )
-    head = gl.arange(0, N, gl.SliceLayout(1, SL))
-    sink = gl.load(sink_ptr + head) * LOG2E
-    total = gl.convert_layout(gl.sum(gl.sum(total, 2), 1), gl.SliceLayout(1, SL))
-    inverse = gl.where(total > 0, SHIFT / (total + gl.exp2(sink - m)), 0.0)
-    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, A)), 1)
-    re = (acc_e * inverse).to(gl.bfloat16).to(gl.float32)
-    im = (acc_o * inverse).to(gl.bfloat16).to(gl.float32)
-    channel = gl.arange(0, H, gl.SliceLayout(0, A))
-    pair = channel - (H - PAIRS)
-    cos = gl.expand_dims(gl.load(cos_ptr + t * PAIRS + pair, mask=pair >= 0, other=1.0), 0)
-    sin = gl.expand_dims(gl.load(sin_ptr + t * PAIRS + pair, mask=pair >= 0, other=0.0), 0)
-    low = (re * cos + im * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
-    high = (im * cos - re * sin).to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.uint32)
-    head = gl.arange(0, N, gl.SliceLayout(1, A))
-    at = gl.expand_dims((t * N + head) * H, 1) + gl.expand_dims(channel, 0)
-    gl.store(out_ptr.to(gl.pointer_type(gl.uint32)) + at, gl.where(valid, low | (high << 16), 0))
+            for _ in range(pick_tiles):
+                even, odd = we.index(n & 1), wo.index(n & 1)
+                x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
+                mbarrier.wait(free.index(n & 1), ((n >> 1) & 1) ^ 1)
+                for part in gl.static_range(0, TILE, PICKS):
+                    now, its_scale = x, scale
+                    if part + PICKS < TILE:
+                        x, scale, at, phase = _take(words, pick_scales, landed, taken, at, phase, G2, GS, PICKS)
+                    _decode_picks(now, its_scale, even.slice(part, PICKS), odd.slice(part, PICKS), D, G3)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(ready.index(n & 1), count=1)
+                n += 1
 
 
 @gluon.jit
@@ -267,62 +301,86 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr,
+    DECODER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program t computes query row t, which lies behind FIRST other columns. start_ptr and end_ptr are read if BOUNDS; the
-    query is rotated if ROTATE; ENTRIES = P * E; K = selected slots."""
+    """ROWS query rows, which lie behind FIRST other columns, in any number of programs of 4 + 12 warps. start_ptr and end_ptr
+    are read if BOUNDS; the query is rotated if ROTATE; ENTRIES = P * E; K = selected slots, loaded a row ahead of their
+    records if PADDED, a power of two from 64 and K on, and else a part ahead. The second multiplying warp group gets
+    OTHER_REGISTERS registers a thread, the first what is left."""
     H: gl.constexpr = D // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)  # the same bytes in 32-bit elements, for the decoder
-    gdc_wait()
-    t = gl.program_id(0)
-    QL: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0])
-    head, channel = gl.arange(0, N, gl.SliceLayout(1, QL)), gl.arange(0, H, gl.SliceLayout(0, QL))
-    at = gl.expand_dims(t * (FIRST // 2 + N * H) + FIRST // 2 + head * H, 1) + gl.expand_dims(channel, 0)
-    q = gl.load(q_ptr.to(gl.pointer_type(gl.int32)) + at)
-    slot = gl.load(slots_ptr + t // S)
-    position = gl.load(pos_ptr + t)
-    valid = (position >= 0) & (slot >= 0) & (slot < N_SLOTS)
-    end = position + 1
-    first = gl.maximum(end - WINDOW, 0)
-    if BOUNDS:
-        end = gl.load(end_ptr + t)
-        first = gl.maximum(gl.maximum(gl.load(start_ptr + t), end - WINDOW), 0)
-    ring = win_ptr + gl.where(valid, slot, 0).to(gl.int64) * (RING * (D + D // 32))
-    ring_tiles = gl.where(valid, (gl.maximum(end - first, 0) + TILE - 1) // TILE, 0)
-    pick_tiles = gl.where(valid, (K + TILE - 1) // TILE, 0)
-    chosen = gslot_ptr + t * K
-
-    qe = gl.allocate_shared_memory(gl.bfloat16, [N, H], SHARED)
-    qo = gl.allocate_shared_memory(gl.bfloat16, [N, H], SHARED)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    qe = gl.allocate_shared_memory(gl.bfloat16, [1, N, H], SHARED)
+    qo = gl.allocate_shared_memory(gl.bfloat16, [1, N, H], SHARED)
     ke = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, H], SHARED)
     ko = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, H], SHARED)
     we = ke._reinterpret(gl.int32, [2, TILE, H // 2], WORDS)
     wo = ko._reinterpret(gl.int32, [2, TILE, H // 2], WORDS)
     p_smem = gl.allocate_shared_memory(gl.bfloat16, [N, TILE], SHARED)
+    words = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 8], PLAIN)
+    scales = gl.allocate_shared_memory(gl.int32, [PARTS, PICKS, D // 64], PLAIN)
+    picked = gl.allocate_shared_memory(gl.int32, [PADDED], LINE) if PADDED else words  # a row's slots, -1 behind them
+    peaks = gl.allocate_shared_memory(gl.float32, [N], LINE)
+    counts = gl.allocate_shared_memory(gl.int32, [2, TILE], LINE)
+    sums = gl.allocate_shared_memory(gl.float32, [4, N], LINE)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(2):
-        mbarrier.init(ready.index(n), count=1)
-        mbarrier.init(free.index(n), count=1)
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    asked = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    answered = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(asked.index(0), count=1)
+    mbarrier.init(answered.index(0), count=1)
+    for b in gl.static_range(2):
+        mbarrier.init(ready.index(b), count=1)
+        mbarrier.init(free.index(b), count=2)
+        mbarrier.init(given.index(b), count=1)
+        mbarrier.init(summed.index(b), count=1)
+    for b in gl.static_range(PARTS):
+        mbarrier.init(landed.index(b), count=128)  # every loading thread, when its copies have landed
+        mbarrier.init(taken.index(b), count=1)
     gl.thread_barrier()
+    gdc_wait()
+    LEFT: gl.constexpr = 0
+    RIGHT: gl.constexpr = 1
     gl.warp_specialize(
         [
             (
-                _attend,
+                attend_half,
                 (
-                    t, valid, first, end, ring_tiles, chosen, pick_tiles, q, sink_ptr, cos_ptr, sin_ptr, out_ptr,
-                    qe, qo, ke, ko, p_smem, ready, free, scale_log2, N, D, PAIRS, ENTRIES, K, ROTATE,
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, LEFT,
                 ),
             ),
             (
-                _decode_tiles,
+                attend_half,
                 (
-                    ring, first, end, ring_tiles, glob_ptr, chosen, pick_tiles, we, wo, ready, free,
-                    RING, ENTRIES, K, D,
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
+                    qe, qo, ke, ko, p_smem, peaks, counts, sums, asked, answered, ready, given, free, summed,
+                    scale_log2, S, N, D, PAIRS, N_SLOTS, WINDOW, ENTRIES, K, BOUNDS, RIGHT,
+                ),
+            ),
+            (
+                _decode_parts,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, cos_ptr, sin_ptr, words, scales, landed, taken,
+                    qe, qo, we, wo, asked, answered, ready, free, S, N, D, PAIRS, N_SLOTS, WINDOW, K, BOUNDS, ROTATE,
+                ),
+            ),
+            (
+                _load_parts,
+                (
+                    ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
+                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PADDED,
                 ),
             ),
         ],
-        [4],
-        [DECODER_REGISTERS],
-    )  # fmt: skip
+        [4, 4, 4],
+        [OTHER_REGISTERS, DECODER_REGISTERS, LOADER_REGISTERS],
+    )

@@ -132,9 +132,8 @@ def deviceless_case(name: str):
 
     name, _, implementation = name.partition(":")
     run = {
-        "": hopper.sparse_attention, "hopper": hopper.sparse_attention, "one_pass": one_pass.sparse_attention,
-        "hopper_halves": functools.partial(hopper.persistent, cut=hopper.HALVES),
-        "hopper_persistent": hopper.persistent,
+        "": hopper.sparse_attention, "hopper_persistent": hopper.sparse_attention,
+        "hopper_ahead": functools.partial(hopper.sparse_attention, ahead=True), "one_pass": one_pass.sparse_attention,
     }[implementation]  # fmt: skip
     spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code

@@ -1,4 +1,4 @@
-"""Two warp groups that multiply in turn, for hopper_persistent_kernel.py. Imports Triton.
+"""Two warp groups that multiply in turn, for hopper_kernel.py. Imports Triton.
 
 Tile n belongs to warp group n % 2. It computes the tile's logits and softmax, publishes the probabilities and the new
 peaks, and both warp groups add the tile's values, each to its half of the channels.
@@ -13,7 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pallas_kernels.sparse_attention.hopper_kernel import LOG2E, SHIFT, TILE
+TILE = gl.constexpr(64)  # keys a tile
+SHIFT = gl.constexpr(2.0**32)  # the key planes hold keys / SHIFT
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
