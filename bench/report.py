@@ -186,10 +186,17 @@ def agreement(results: Results) -> str:
 
 
 def exchange(results: Results) -> str:
-    link = links(results)
-    rows = [[link[s.file], ", ".join(f"{k} {v}" for k, v in d["what"].items()), str(d["against_one_device"])]
-            for s, d in results.of("exchange")]  # fmt: skip
-    return table(["source", "what", "against one device"], rows) if rows else ""
+    """What each exchange adds to a layer when nothing hides it, and whether it gives what one device does."""
+    link, rows = links(results), []
+    for source, d in results.of("exchange"):
+        for name, r in d.get("exchanges", {}).items():
+            same = "; ".join(f"{routing}: {told if isinstance(told, str) else f'off by {told:.2g}' if told else 'equal but for the sign of zeros'}"
+                             for routing, told in d["against_one_device"][name].items())  # fmt: skip
+            rows.append([name, d["what"]["ranks"], d["what"]["rows"], r["median_us"], r["exposed_us"], r["bytes_received"] / 1e6,
+                         r["gbps"], r["share_of_measured_link"], r["share_of_data_sheet"], same, link[source.file]])  # fmt: skip
+    heads = ["exchange", "ranks", "rows a rank", "us", "us without the stand-in", "MB received", "GB/s", "of the measured link",
+             "of the data sheet", "against one device, rows routed", "source"]  # fmt: skip
+    return table(heads, rows) if rows else ""
 
 
 def compiled(results: Results) -> str:

@@ -54,14 +54,14 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorRow:
-    """One implementation at one spec, in microseconds. shown: it stands for its operator in a chart; goal: of the
-    spec, where it has one; equal: the result is the definition's, None where nobody looked; device: what its kernels took
+    """One implementation at one spec, in microseconds. median, low, high: by the clock, None where only the profiler
+    measured; shown: it stands for its operator in a chart; goal: of the spec, where it has one; equal: the result is the definition's, None where nobody looked; device: what its kernels took
     by the profiler, which launches are no part of."""
 
     operator: str
     spec: str
     implementation: str
-    median: float
+    median: float | None
     low: float | None
     high: float | None
     floor: float | None
@@ -74,7 +74,7 @@ class OperatorRow:
     @property
     def best(self) -> float:
         """The smaller of clock and profiler: launches are in the one, waiting for the kernel before in the other."""
-        return min(self.median, self.device or self.median)
+        return min(us for us in (self.median, self.device) if us is not None)
 
     @property
     def ratio(self) -> float | None:
@@ -174,12 +174,17 @@ def _source(path: pathlib.Path, kind: str, data: dict) -> Source:
     return Source(path.name, kind, head["device"], head["driver"], head["versions"], commit, head["utc"])
 
 
-def _by_name_only(operator: str) -> set[str]:
-    """Implementations of an operator that "auto" passes over."""
+def _implementations(operator: str) -> dict[str, str]:
+    """{implementation of an operator: why "auto" passes it over, or ""}."""
     from bench.operators import OPERATORS
 
     found = [o for o in OPERATORS if (o.function or o.name) == operator]
-    return {i.name for o in found for i in getattr(o.module("api"), o.implementations) if i.by_name_only}
+    return {i.name: i.by_name_only for o in found for i in getattr(o.module("api"), o.implementations)}
+
+
+def _by_name_only(operator: str) -> set[str]:
+    """Implementations of an operator that "auto" passes over."""
+    return {name for name, why in _implementations(operator).items() if why}
 
 
 def _read_operators(data, source: Source, out: Results) -> None:
@@ -215,12 +220,16 @@ def _read_by_hand(data, source: Source, out: Results) -> None:
             spec, _, variant = key.partition(" ")
             operator = next(op for start, op in _BY_HAND.items() if spec.startswith(start))
             floors[spec] = r.get("floor", floors.get(spec))
-            name = "reference" if variant == "xla" else f"hopper, {variant}" if variant else "hopper"
-            rows[spec, name] = OperatorRow(operator, spec, name, r["median"], r.get("min"), r.get("max"), None, made_by)
+            name = "reference" if variant == "xla" else run.get("implementation", "hopper")
+            name += "" if name in _implementations(operator) else " (since replaced)"
+            name += f", {variant}" if variant and variant != "xla" else ""
+            rows[spec, name] = OperatorRow(
+                operator, spec, name, r.get("median"), r.get("min"), r.get("max"), None, made_by, device=r.get("device")
+            )
     for (spec, _), row in rows.items():
         # "no fill" leaves columns unwritten: not the same work
         kernels = [r for (s, n), r in rows.items() if s == spec and n != "reference" and "no fill" not in n]
-        fastest = row in kernels and row.median == min(r.median for r in kernels)
+        fastest = row in kernels and row.best == min(r.best for r in kernels)
         out.operators.append(dataclasses.replace(row, floor=floors[spec], shown=fastest))
 
 

@@ -142,6 +142,28 @@ def test_every_row_leads_to_its_device_versions_commit_and_date(text):
     assert len(rows(text)) > 20 and {int(n) for n in re.findall(r"\[(\d)\]\(", text)} == set(range(1, 7))
 
 
+def test_exchanges_are_rows(tmp_path):
+    times = {"median_us": 117.6, "exposed_us": 99.5, "bytes_received": 9.91e6, "gbps": 84.3, "share_of_measured_link": 0.348}
+    data = {"what": {"ranks": 2, "rows": 384}, "environment": ENVIRONMENT,
+            "against_one_device": {"gather": {"random": "equal", "one rank": 0.0}, "ring": {"random": 0.125}},
+            "exchanges": {name: {**times, "share_of_data_sheet": None} for name in ("gather", "ring")}}  # fmt: skip
+    (tmp_path / "exchange.json").write_text(json.dumps(data))
+    gather, ring = rows(report.exchange(results_files.read(tmp_path)), "gather"), rows(report.exchange(results_files.read(tmp_path)), "ring")
+    assert gather[0][1:9] == ["2", "384", "117.6", "99.5", "9.91", "84.3", "0.348", "-"]
+    assert gather[0][9] == "random: equal; one rank: equal but for the sign of zeros" and ring[0][9] == "random: off by 0.12"
+
+
+def test_figures_by_hand_name_their_kernel(tmp_path):
+    """A kernel that the profiler alone measured, and one that is no more."""
+    made = lambda run: {"commit": "0123456", "results": {"m384_r1": run}}
+    data = {"device": "NVIDIA H200", "jax": "0", "triton": "0", "date": "2026-11-30", "what": "", "runs": [
+        made({"median": 130.0, "floor": 40.0}), made({"device": 96.0}) | {"implementation": "hopper_persistent"}]}  # fmt: skip
+    (tmp_path / "hand.json").write_text(json.dumps(data))
+    old, new = results_files.read(tmp_path).operators
+    assert (old.implementation, old.best, old.shown) == ("hopper (since replaced)", 130.0, False)
+    assert (new.implementation, new.best, new.ratio, new.shown) == ("hopper_persistent", 96.0, 2.4, True)
+
+
 def test_missing_kinds_are_named(tmp_path, text):
     assert "experts: no file; `python -m bench.experts --out FILE`" in text and "exchange: no file" in text
     assert "* decode" not in text and "* sweep" not in text
