@@ -25,8 +25,9 @@ import time
 import numpy as np
 
 from bench import decode
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
 from bench.distances import distances, first_divergence, result
+from dsv41_jax.arguments import at_least
 
 TINY_RUN = {"count": 8, "context": 384, "max_new_tokens": 16, "batch": 4, "chunk": 64, "capacity": 512}
 FULL_RUN = {"count": 16, "context": 3072, "max_new_tokens": 32, "batch": 8, "chunk": 256, "capacity": 20480}

@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 
-from bench.command_line import at_least, run_program
+from bench.command_line import run_program
+from dsv41_jax.arguments import at_least
 
 CUT = ("--preset", "flash-rank", "--layers", "6")  # six layers keep every layer class at released widths
 

@@ -15,7 +15,8 @@ import time
 
 import numpy as np
 
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
+from dsv41_jax.arguments import at_least
 
 EXCHANGES = ("gather", "reduce_scatter", "ring", "all_to_all", "ragged")  # --exchange
 ARCHES = {"h200": "sm_90", "b200": "sm_100", "b300": "sm_103"}

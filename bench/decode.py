@@ -22,8 +22,9 @@ import time
 import numpy as np
 
 from bench import checks
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
 from bench.compile_report import EXCHANGES
+from dsv41_jax.arguments import at_least
 
 TOGETHER = 4  # steps compiled side by side: XLA compiles the kernels of one in several threads
 

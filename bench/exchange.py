@@ -13,7 +13,8 @@ import statistics
 import sys
 import time
 
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
+from dsv41_jax.arguments import at_least
 
 LINK_GBPS = {"NVIDIA H200": 450.0, "NVIDIA H100": 450.0, "NVIDIA B200": 900.0, "NVIDIA B300": 900.0}  # one way, per GPU
 ROTATE = 8  # different inputs per launch

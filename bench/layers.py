@@ -19,7 +19,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
+from dsv41_jax.arguments import at_least
 from dsv41_jax.json_files import read_json_object
 
 # the reference system's attention interval on B300, us (spec/decode.md section 5, "optimised")

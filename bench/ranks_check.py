@@ -25,7 +25,8 @@ import os
 import re
 import sys
 
-from bench.command_line import at_least, out_file, run_program
+from bench.command_line import out_file, run_program
+from dsv41_jax.arguments import at_least
 
 PRECISIONS = ("released", "float32_cache")
 ENGRAM_ROWS = 1_000_000

@@ -17,7 +17,8 @@ import os
 import time
 
 from bench import checks, decode
-from bench.command_line import at_least, run_program
+from bench.command_line import run_program
+from dsv41_jax.arguments import at_least
 
 CONTEXTS = {"flash-rank": (4096, 16384, 32768, 131072, 524288, 1047552), "tiny": (64, 256, 1024)}
 BATCHES = {"flash-rank": (1, 8, 32, 64, 128), "tiny": (1, 2, 4)}

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+from dsv41_jax.arguments import at_least
+
 PRECISION_NAMES = ("released", "float32_cache", "float32")
 
 
@@ -81,17 +83,6 @@ def _command(commands, name: str, module: str, help: str):
     return sub
 
 
-def _at_least(low: int):
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"expected >= {low}, got {value}")
-        return value
-
-    parse.__name__ = "int"  # argparse names it in its message
-    return parse
-
-
 def _ids(text: str) -> list[int]:
     try:
         return [int(t) for t in text.split(",")] if text.strip() else []
@@ -111,7 +102,7 @@ def _add_sampling(p) -> None:
     p.add_argument("--min-p", type=float, help="0 = off")
     p.add_argument("--seed", type=int, default=0, help="of the requests' random numbers (default 0)")
     p.add_argument("--draft", choices=("on", "off"), default="on", help="speculate with DSpark (default on)")
-    p.add_argument("--gamma", type=_at_least(0), help="drafts verified a step (default: the block size)")
+    p.add_argument("--gamma", type=at_least(0), help="drafts verified a step (default: the block size)")
 
 
 def _add_generate(commands) -> None:
@@ -121,15 +112,15 @@ def _add_generate(commands) -> None:
     what.add_argument("--prompt", metavar="TEXT")
     what.add_argument("--prompt-ids", type=_ids, metavar="1,2,3")
     what.add_argument("--prompts", metavar="FILE.jsonl", help='lines {"prompt": "text"} or {"prompt_ids": [1, 2]}')
-    p.add_argument("--max-new-tokens", type=_at_least(1), default=64, metavar="N")
-    p.add_argument("--stop-id", type=_at_least(0), action="append", default=[], metavar="ID", help="ends the output; repeatable")
+    p.add_argument("--max-new-tokens", type=at_least(1), default=64, metavar="N")
+    p.add_argument("--stop-id", type=at_least(0), action="append", default=[], metavar="ID", help="ends the output; repeatable")
     p.add_argument("--ignore-eos", action="store_true")
     _add_sampling(p)
     p.add_argument("--precision", choices=PRECISION_NAMES, default="released")
     _add_engram(p)
-    p.add_argument("--chunk", type=_at_least(1), help="prompt tokens a prefill step")
-    p.add_argument("--batch", type=_at_least(1), default=32, help="requests decoded at once with --prompts and --out (default 32)")
-    p.add_argument("--max-context", type=_at_least(2), help="positions to reserve (default: what the prompts need)")
+    p.add_argument("--chunk", type=at_least(1), help="prompt tokens a prefill step")
+    p.add_argument("--batch", type=at_least(1), default=32, help="requests decoded at once with --prompts and --out (default 32)")
+    p.add_argument("--max-context", type=at_least(2), help="positions to reserve (default: what the prompts need)")
     p.add_argument("--json", action="store_true", help="one JSON line a request")
     p.add_argument("--out", metavar="FILE", help="write there instead of stdout; with --prompts JSON lines, and an "
                    "interrupted run goes on from them")
@@ -143,8 +134,8 @@ def _add_score(commands) -> None:
     p.add_argument("--out", required=True, metavar="OUT.npz")
     p.add_argument("--precision", choices=PRECISION_NAMES, default="released")
     _add_engram(p)
-    p.add_argument("--prefill", type=_at_least(0), default=0, metavar="N", help="first N tokens as one chunk (default 0)")
-    p.add_argument("--chunk", type=_at_least(1), default=1, metavar="S", help="then S tokens a step (default 1)")
+    p.add_argument("--prefill", type=at_least(0), default=0, metavar="N", help="first N tokens as one chunk (default 0)")
+    p.add_argument("--chunk", type=at_least(1), default=1, metavar="S", help="then S tokens a step (default 1)")
     p.add_argument("--drafts", action="store_true", help="add the drafter's proposals for every anchor from N on")
     p.add_argument("--dump", action="store_true", help="add per-layer arrays")
     p.add_argument("--no-progress", action="store_true", help="no loading bar")
@@ -155,9 +146,9 @@ def _add_inspect(commands) -> None:
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", metavar="DIR")
     which.add_argument("--preset", metavar="NAME")
-    p.add_argument("--batch", type=_at_least(1), default=64, help="requests per rank (default 64)")
-    p.add_argument("--context", type=_at_least(1), help="tokens per request (default 32768, or all the model takes)")
-    p.add_argument("--ranks", type=_at_least(1), default=1, help="GPUs that share the experts and engram tables (default 1)")
+    p.add_argument("--batch", type=at_least(1), default=64, help="requests per rank (default 64)")
+    p.add_argument("--context", type=at_least(1), help="tokens per request (default 32768, or all the model takes)")
+    p.add_argument("--ranks", type=at_least(1), default=1, help="GPUs that share the experts and engram tables (default 1)")
     _add_engram(p)
     p.add_argument("--json", action="store_true")
 
@@ -167,7 +158,7 @@ def _add_make_checkpoint(commands) -> None:
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--preset", metavar="NAME")
     which.add_argument("--config", metavar="CONFIG.json", help="any geometry")
-    p.add_argument("--seed", type=_at_least(0), default=0)
+    p.add_argument("--seed", type=at_least(0), default=0)
     p.add_argument("--out", required=True, metavar="DIR", help="must not exist")
     p.add_argument("--shard-gb", type=float, default=5.0, help="split the weights above this size (default 5)")
 
@@ -175,7 +166,7 @@ def _add_make_checkpoint(commands) -> None:
 def _add_demo(commands) -> None:
     p = _command(commands, "demo", "cli_run", "Make a tiny random checkpoint and generate from it: a check of the whole path.")
     p.add_argument("--prompt", default="Once upon a time there was a small house by the sea.", metavar="TEXT")
-    p.add_argument("--max-new-tokens", type=_at_least(1), default=48, metavar="N")
+    p.add_argument("--max-new-tokens", type=at_least(1), default=48, metavar="N")
     _add_sampling(p)
 
 

@@ -113,7 +113,7 @@ BAD_GENERATE = {
     "context beyond the model": (["--prompt", "a", "--max-context", "65"], "--max-context: expected at most 64, got 65"),
     "gamma too large": (["--prompt", "a", "--gamma", "6"], "--gamma: expected 0..5, got 6"),
     "gamma without drafts": (["--prompt", "a", "--gamma", "2", "--draft", "off"], "--gamma 2 asks for drafts"),
-    "no tokens": (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: expected >= 1, got 0"),
+    "no tokens": (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: expected an integer >= 1, got '0'"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "temperature expected a finite float32 >= 0"),
     "top-p": (["--prompt", "a", "--top-p", "0"], "top_p expected in (0, 1]"),
     "stop id": (["--prompt", "a", "--stop-id", "512"], "--stop-id: expected ids 0..511, got 512"),
@@ -218,4 +218,4 @@ def test_files_that_hold_no_ids(run, short, tmp_path):
     np.save(tmp_path / "ids.npy", np.zeros((1, 4), np.int32))
     argv[4] = tmp_path / "ids.npy"
     assert_refused(run(*argv, "--prefill", 5, "--no-progress"), "prefill")
-    assert_refused(run(*argv, "--chunk", 0), "--chunk: expected >= 1")
+    assert_refused(run(*argv, "--chunk", 0), "--chunk: expected an integer >= 1")

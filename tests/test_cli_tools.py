@@ -70,7 +70,7 @@ def test_bad_make_checkpoint_leaves_nothing(run, tmp_path):
     assert_refused(run("make-checkpoint", "--preset", "tiny", "--out", tmp_path / "there"), "exists already")
     assert_refused(run("make-checkpoint", "--preset", "none", *target), "--preset: expected one of")
     assert_refused(run("make-checkpoint", "--config", tmp_path / "bad.json", *target), "must name every size")
-    assert_refused(run("make-checkpoint", "--preset", "tiny", "--seed", "-1", *target), "--seed: expected >= 0")
+    assert_refused(run("make-checkpoint", "--preset", "tiny", "--seed", "-1", *target), "--seed: expected an integer >= 0")
     assert_refused(run("make-checkpoint", "--preset", "tiny", "--shard-gb", "0", *target), "--shard-gb: expected > 0")
     assert_refused(run("make-checkpoint", "--preset", "tiny"), "--out")
     assert sorted(os.listdir(tmp_path)) == ["bad.json", "there"]
