@@ -4,10 +4,12 @@
     python -m bench.agreement --checkpoint DIR --prompts FILE.jsonl --a reference --b auto
     python -m bench.agreement --preset flash-rank --layers 6 --out bench/results/agreement_flash_rank_6.json
 
-A side is what `bench.decode --impl` takes (auto, reference, operator=name, ...), and gamma=N, draft=off and
-precision=NAME beside it: `--a reference,draft=off --b auto,gamma=3`. Every prompt is continued greedily by both. Then
-both run teacher-forced along A's output, in steps of as many rows as they decode with, and their logits are compared
-position by position; where outputs part, that says whether a rounding did it (a margin of the size of the distance) or not.
+A side is what `bench.decode --impl` takes (auto, reference, operator=name, ...), and gamma=N, draft=off, chunk=N (prompt
+tokens of its prefill steps) and precision=NAME beside it: `--a reference,draft=off --b auto,gamma=3`. Every prompt is
+continued greedily by both. Then both run teacher-forced along A's output, in steps of as many rows as they decode with, and
+their logits are compared position by position; where outputs part, that says whether a rounding did it (a margin of the size
+of the distance) or not. How far rounding alone drives two sides apart says a pair that differs in nothing but the sizes of
+its steps, for which XLA sums in another order: `--a reference --b reference,gamma=3,chunk=128`.
 
 Prompts: a JSONL file as `dsv41 generate` takes it, with an optional "task" and "answer" per line, or synthetic retrieval
 prompts (`bench.retrieval`). Random weights answer nothing: their outputs only show whether both sides compute the same.
@@ -35,12 +37,14 @@ FULL_RUN = {"count": 16, "context": 3072, "max_new_tokens": 32, "batch": 8, "chu
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One way of decoding: its options, drafts per step and precision; text: as it was asked for."""
+    """One way of decoding: its options, drafts per step and precision; text: as it was asked for; chunk: prompt tokens of a
+    prefill step, None for the run's."""
 
     text: str
     options: object
     gamma: int
     precision: str
+    chunk: int | None = None
 
 
 def parse_side(text: str, config) -> Side:
@@ -52,12 +56,12 @@ def parse_side(text: str, config) -> Side:
     values, rest = {}, []
     for part in (p.strip() for p in text.split(",") if p.strip()):
         key, _, value = part.partition("=")
-        if key in ("gamma", "draft", "precision"):
+        if key in ("gamma", "draft", "precision", "chunk"):
             values[key] = value
         elif value or key in ("auto", "reference"):
             rest.append(part)
         else:
-            known = "auto, reference, operator=name, gamma=N, draft=on|off or precision=NAME"
+            known = "auto, reference, operator=name, gamma=N, draft=on|off, chunk=N or precision=NAME"
             raise ValueError(f"{text}: expected {known}, got {part!r}")
     if values.get("draft", "on") not in ("on", "off"):
         raise ValueError(f"{text}: draft expected on or off, got {values['draft']!r}")
@@ -66,17 +70,20 @@ def parse_side(text: str, config) -> Side:
         raise ValueError(f"{text}: gamma expected 0..{most}, got {gamma!r}")
     if values.get("draft") == "off" and int(gamma):
         raise ValueError(f"{text}: gamma={gamma} asks for drafts, draft=off for none")
+    chunk = values.get("chunk")
+    if chunk is not None and not (chunk.isdigit() and int(chunk)):
+        raise ValueError(f"{text}: chunk expected a whole number of at least 1, got {chunk!r}")
     options = decode.decode_options(argparse.Namespace(impl=",".join(rest) or "auto", fake_balance=False))
     if current_arch() == CPU and options.default_implementation == "auto":
         # all that a CPU has: by its own name both sides share their executables
         options = dataclasses.replace(options, default_implementation="reference")
-    return Side(text, options, int(gamma), precision(values.get("precision", "released")).name)
+    return Side(text, options, int(gamma), precision(values.get("precision", "released")).name, chunk and int(chunk))
 
 
 class Runner:
     """Decodes groups of `batch` prompts one side's way; every group gives its steps the same shapes.
 
-    capacity: tokens of a page table; new: ids of an output; chunk: prompt tokens of a prefill step."""
+    capacity: tokens of a page table; new: ids of an output; chunk: prompt tokens of a prefill step, where the side names none."""
 
     def __init__(self, side: Side, config, params, batch: int, capacity: int, new: int, chunk: int):
         import jax.numpy as jnp
@@ -87,6 +94,7 @@ class Runner:
         from dsv41_jax.sampling import SamplingParams, pack_sampling
         from dsv41_jax.step import Steps
 
+        chunk = side.chunk or chunk
         self.side, self.batch, self.new, self.chunk = side, batch, new, chunk
         span = max(chunk, config.dspark_block_size + 1)
         columns = -(-capacity // 128)
@@ -313,9 +321,9 @@ def main(argv=None) -> dict:
             "capacity": capacity,
             "max_new_tokens": args.max_new_tokens,
             "batch": args.batch,
-            "prefill_chunk": args.chunk,
             **{
                 name: {"asked": s.text, "gamma": s.gamma, "precision": s.precision,
+                       "prefill_chunk": s.chunk or args.chunk,
                        "implementations": explained(s, params, config, args.batch, capacity),
                        "drafted": int(drafted), "accepted": int(accepted)}
                 for name, s, (drafted, accepted) in zip("ab", sides, drafts, strict=True)

@@ -74,12 +74,12 @@ def _line(path, text):
 
 
 def test_sides_are_parsed():
-    side = agreement.parse_side("reference,router=pairwise,gamma=3,precision=float32", TINY)
-    assert (side.gamma, side.precision, side.options.impl("router"), side.options.impl("experts")) == (
-        3, "float32", "pairwise", "reference")  # fmt: skip
+    side = agreement.parse_side("reference,router=pairwise,gamma=3,precision=float32,chunk=24", TINY)
+    assert (side.gamma, side.precision, side.chunk, side.options.impl("router"), side.options.impl("experts")) == (
+        3, "float32", 24, "pairwise", "reference")  # fmt: skip
     assert agreement.parse_side("draft=off", TINY).gamma == 0 and agreement.parse_side("", TINY).gamma == 5
     for text, word in (("refrence", "refrence"), ("gamma=9", r"0\.\.5, got '9'"), ("gamma=2,draft=off", "draft=off"),
-                       ("draft=maybe", "on or off"), ("precision=fp8", "precision"), ("rooter=auto", "rooter")):  # fmt: skip
+                       ("draft=maybe", "on or off"), ("chunk=0", "at least 1"), ("precision=fp8", "precision"), ("rooter=auto", "rooter")):  # fmt: skip
         with pytest.raises(ValueError, match=word):
             agreement.parse_side(text, TINY)
 
@@ -111,7 +111,7 @@ def test_divergence_is_the_first_difference():
 def test_drafting_agrees_and_other_weights_do_not(tmp_path, capsys):
     """In float32, greedy outputs with and without drafts are the same and logits differ by rounding alone; a network with
     other weights shares nothing. Three prompts in groups of two: the second group holds a padding row."""
-    path, sides = tmp_path / "agreement.json", ["precision=float32,draft=off", "precision=float32"]
+    path, sides = tmp_path / "agreement.json", ["precision=float32,draft=off", "precision=float32,chunk=24"]
     shape = {"batch": 2, "context": 120, "max-new-tokens": 8, "chunk": 32, "capacity": 1}
     flags = [x for k, v in shape.items() for x in (f"--{k}", str(v))]
     agreement.main(["--preset", "tiny", "--layers", "3", "--count", "3", "--a", sides[0], "--b", sides[1], "--seed", "1",
@@ -124,6 +124,7 @@ def test_drafting_agrees_and_other_weights_do_not(tmp_path, capsys):
     assert got["total"]["logits_rms"]["max"] < 1e-4
     assert got["total"]["same_largest"] == got["total"]["a_repeats_itself"] == 1
     assert [q["task"] for q in got["prompts"]] == list(retrieval.KINDS[:3]) == list(got["tasks"])
+    assert (p["a"]["prefill_chunk"], p["b"]["prefill_chunk"]) == (32, 24)
     assert p["a"]["drafted"] == 0 and p["b"]["drafted"] >= 5 * 2 * 3 and p["b"]["implementations"] is None
     assert any("random weights" in n for n in p["notes"]) and not any("same program" in n for n in p["notes"])
     assert {"device", "versions", "commit", "seed", "utc"} <= set(out["environment"])
