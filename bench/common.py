@@ -25,9 +25,9 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-tri
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Ceilings of one device. copy_gbps: bytes read plus bytes written; bf16_tflops, fp8_tflops: the fastest of several large
-    matrix products.
-    notes: what could not be measured as asked, and what was taken instead."""
+    """Ceilings of one device. copy_gbps: bytes read plus bytes written, of the fastest of several passes over memory;
+    bf16_tflops, fp8_tflops: the fastest of several large matrix products. notes: what could not be measured as asked, and
+    what was taken instead."""
 
     copy_gbps: float
     bf16_tflops: float
@@ -95,41 +95,57 @@ def write_json(path, result: dict) -> pathlib.Path:
     return path
 
 
-def time_us(call, *args, repeats: int = 5) -> list[float]:
-    """Microseconds of each of `repeats` calls of a compiled function, after one more; results are waited for."""
+def time_us(call, *args, repeats: int = 5, pause: float = 0.0) -> list[float]:
+    """Microseconds of each of `repeats` calls of a compiled function, after one more; results are waited for. pause: seconds
+    that the device rests before each."""
     jax.block_until_ready(call(*args))
     out = []
     for _ in range(repeats):
+        time.sleep(pause)
         start = time.perf_counter()
         jax.block_until_ready(call(*args))
         out.append((time.perf_counter() - start) * 1e6)
     return out
 
 
-def copy_gbps(nbytes: int = 1 << 31, inner: int = 16) -> float:
-    """GB/s, bytes read plus bytes written, of a device-to-device pass over `nbytes`; median of calls of `inner` passes."""
+def copy_gbps(nbytes: int = 1 << 31, inner: int = 8) -> float:
+    """GB/s, bytes read plus bytes written, of passes over `nbytes` of device memory: a copy, a sum of every row, or one added to
+    every value, whichever is fastest."""
     x = jnp.ones((nbytes // 4,), jnp.float32)
-    passes = jax.jit(lambda x: jax.lax.fori_loop(0, inner, lambda i, x: x + 1.0, x))
-    return 2 * nbytes * inner / statistics.median(time_us(passes, x)) * 1e-3
+    passes = (
+        (jnp.copy, 2),
+        (lambda x: x + 1.0, 2),
+        (lambda x: jnp.sum(x.reshape(-1, 1 << 14), axis=1), 1),
+    )
+
+    def rate(one, moved: int) -> float:
+        one = jax.jit(one)
+        return moved * nbytes * inner / statistics.median(time_us(lambda x: [one(x) for _ in range(inner)], x)) * 1e-3
+
+    return max(rate(*p) for p in passes)
 
 
-PRODUCTS = ((8192, 8192, 8192), (4096, 4096, 4096), (384, 129280, 5120))  # rows, columns, channels; the last: a step's lm_head
+PRODUCTS = ((8192, 8192, 8192), (384, 129280, 5120))  # rows, columns, channels; the second: a step's lm_head
 SMALL_PRODUCTS = ((256, 256, 256),)
+PAUSE = 0.05  # seconds before a product
 
 
-def product_tflops(dtype, shapes=PRODUCTS, inner: int = 4) -> float:
+def product_tflops(dtype, shapes=PRODUCTS, inner: int = 2) -> float:
     """TFLOP/s of products of random operands accumulated in fp32, of the shape that runs fastest.
 
-    The best of several, because a ceiling that some kernel of the step passes is none: a long square product makes an H200
-    lower its clock, a short one does not fill it."""
+    A ceiling that some kernel of the step passes is none. A GPU lowers its clock under long products, and in a step one
+    follows kernels that wait for memory: so each has a rest before it here."""
 
     def rate(rows: int, columns: int, channels: int) -> float:
         keys = jax.random.split(jax.random.key(0), 2)
-        a, b = ((jax.random.normal(k, (n, channels), jnp.float32) / 8).astype(dtype) for k, n in zip(keys, (rows, columns), strict=True))
+        a, b = (
+            (jax.random.normal(k, (n, channels), jnp.float32) / 8).astype(dtype)
+            for k, n in zip(keys, (rows, columns), strict=True)
+        )
         dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
-        # several are queued and waited for together; nothing but the product runs on the device
-        some = lambda a, b: [dot(a, b) for _ in range(inner)]
-        return 2 * rows * columns * channels * inner / statistics.median(time_us(some, a, b)) * 1e-6
+        # queued together; nothing but the product runs on the device
+        times = time_us(lambda a, b: [dot(a, b) for _ in range(inner)], a, b, pause=PAUSE)
+        return 2 * rows * columns * channels * inner / statistics.median(times) * 1e-6
 
     return max(rate(*shape) for shape in shapes)
 
@@ -138,7 +154,7 @@ def measure_peaks() -> Peaks:
     """Ceilings of the default device. On a CPU the problems are small: there the figures only keep the arithmetic alive."""
     gpu = jax.default_backend() == "gpu"
     shapes = PRODUCTS if gpu else SMALL_PRODUCTS
-    copy = copy_gbps(1 << 31 if gpu else 1 << 22, 16 if gpu else 2)
+    copy = copy_gbps(1 << 31 if gpu else 1 << 22, 8 if gpu else 2)
     bf16 = product_tflops(jnp.bfloat16, shapes)
     fp8 = product_tflops(jnp.float8_e4m3fn, shapes) if gpu else 2 * bf16
     notes = ()

@@ -92,11 +92,17 @@ OPERATORS = (
 )
 
 
+def call_inputs(spec, seed: int) -> tuple[tuple, dict]:
+    """(args, kwargs) of an operator from a spec's inputs: it makes arguments, keyword arguments, or a pair of both."""
+    made = spec.make_inputs(seed)
+    if isinstance(made, dict):
+        return (), made
+    return made if len(made) == 2 and isinstance(made[1], dict) else (made, {})
+
+
 def rotations(spec):
     """At least eight inputs from different seeds, and more by rolling the rows while they fit comfortably."""
-    made = [spec.make_inputs(seed) for seed in range(SEEDS)]
-    pair = lambda m: m if len(m) == 2 and isinstance(m[1], dict) else (m, {})
-    made = [((), m) if isinstance(m, dict) else pair(m) for m in made]
+    made = [call_inputs(spec, seed) for seed in range(SEEDS)]
     size = sum(x.nbytes for m in made for x in jax.tree.leaves(m))
     turns = max(1, min(2, MOST_BYTES // max(size, 1))) if spec.bytes < 100e6 else 1
 

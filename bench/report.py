@@ -214,7 +214,22 @@ def compiled(results: Results) -> str:
     return table(heads, out) if out else ""
 
 
-_SECTIONS = ("compile_report", "decode", "layers", "operators", "experts", "by hand", "sweep", "options", "agreement", "exchange")
+def counters(results: Results) -> str:
+    """What hardware counters say of kernels: shares of each unit's peak, and what a warp waits for."""
+    link, rows = links(results), []
+    fields = ("us", "dram_percent", "l2_percent", "l1_percent", "busiest_pipe_percent", "issue_slots_percent", "occupancy_percent",
+              "registers", "blocks")  # fmt: skip
+    for source, d in results.of("counters"):
+        for r in d["results"]:
+            for k in r["kernels"]:
+                waits = ", ".join(f"{reason} {number(cycles)}" for reason, cycles in list(k["stalls"].items())[:3])
+                rows.append([r["operator"], r["spec"], k["kernel"], *(k.get(f) for f in fields), waits or "-", link[source.file]])
+    heads = ["operator", "spec", "kernel", "us, caches empty", "DRAM %", "L2 %", "L1 and shared memory %", "busiest pipe %", "issue slots %",
+             "occupancy %", "registers", "blocks", "cycles a warp waits per instruction", "source"]  # fmt: skip
+    return table(heads, rows) if rows else ""
+
+
+_SECTIONS = ("counters", "compile_report", "decode", "layers", "operators", "experts", "by hand", "sweep", "options", "agreement", "exchange")
 
 
 def numbers_of(value, path: str = "") -> list[tuple[str, float]]:
@@ -243,6 +258,7 @@ def report(results: Results, charts: list[str]) -> str:
         ("The whole step", steps(results, plain) if plain else ""),
         ("Where the step goes", show("step.png") + layers(results)),
         ("Operators", show("operators.png") + operators(results, newest(results.operators)) if results.operators else ""),
+        ("What bounds a kernel", counters(results)),
         ("Scaling", show("scaling.png") + (steps(results, swept) + failed if swept else "")),
         ("Switches, each alone against the default", show("options.png") + switches(results)),
         ("Agreement of outputs", agreement(results)),

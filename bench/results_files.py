@@ -17,6 +17,7 @@ COMMANDS = {
     "exchange": "python -m bench.exchange --ranks R",
     "ranks_check": "python -m bench.ranks_check --preset flash --layers 6 --ranks R",
     "engine": "python -m bench.engine --preset flash-rank --layers 6",
+    "counters": "python -m bench.counters OPERATOR --spec SPEC",
 }
 # operators whose kernels were first measured by hand: {start of a spec's name: operator}
 _BY_HAND = {
@@ -107,7 +108,7 @@ class StepRow:
 @dataclasses.dataclass
 class Results:
     """Everything below one folder: sources in order of their names; raw: {source: file content} of the kinds that are
-    shown as they are (layers, options, agreement, exchange, experts)."""
+    shown as they are (layers, options, agreement, exchange, experts, counters)."""
 
     sources: list = dataclasses.field(default_factory=list)
     operators: list = dataclasses.field(default_factory=list)
