@@ -120,6 +120,18 @@ def test_two_kernels_equal_numpy_and_a_row_does_not_depend_on_the_others(rows):
         np.testing.assert_array_equal(got, whole[9:20])
 
 
+@pytest.mark.parametrize("tile", [two_kernels.Tiling(64, 64, 64, 3), two_kernels.Tiling(32, 32, 128, 4)], ids=str)
+def test_product_in_any_tiling(tile):
+    """Slices of unequal length, a last tile of rows and of experts that is not full."""
+    x, gate, _ = RouterSpec("sliced", 70, hidden=512, experts=48, k=4).make_inputs(8)
+    z = two_kernels.product(x, gate, tile=tile, interpret=True)
+    assert z.shape == (tile.slices, 70, 48)
+    want = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    np.testing.assert_allclose(np.asarray(z, np.float64).sum(0), want, atol=2e-6 * np.abs(want).max())
+    one = two_kernels.product(x[9:20], gate, tile=tile, interpret=True)
+    np.testing.assert_array_equal(one, z[:, 9:20])
+
+
 def test_kernel_chooses_distinct_ids_for_rows_of_nan():
     z = jnp.stack([jnp.full(32, v) for v in (jnp.nan, -jnp.nan, -jnp.inf, jnp.inf)])
     ids, _ = one_kernel.select(z[None], jnp.zeros(32), k=6, scale=1.5, interpret=True)

@@ -5,6 +5,7 @@ multiprocessors), into as many slices as it likes for the shape, and adds them u
 are always the same, so that a row's bits do not depend on the number of rows, and the selection adds them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,61 +17,88 @@ from . import one_kernel
 
 ARCHES = one_kernel.ARCHES
 BY_NAME_ONLY = "on an H200 it gains nothing at 384 experts: 13.1 us of kernels, one_kernel 12.8; at 96 it is 7.9 to 9.5"
-ROWS = 64  # of one program of the product
-EXPERTS = 128  # likewise, at most
-STEP = 64  # channels at a time
-SLICES = 8  # of the channels, at most: 144 programs in a verify step
 
 
-def _slices(h: int) -> int:
-    return min(SLICES, (h // STEP) & -(h // STEP))
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the product is cut up. rows, experts: of one program's tile, powers of two of at least 16, the last tile's rest
+    masked; step: channels at a time, a power of two that divides them all; slices: of the channels, at most one a step, in
+    whole steps, as equal as these allow; warps and stages (of loads under way) of one program.
+
+    It must not depend on the number of rows: a row's bits do not."""
+
+    rows: int = 64
+    experts: int = 128
+    step: int = 64
+    slices: int = 8
+    warps: int = 4
+    stages: int = 4
+
+
+def tiling(experts: int) -> Tiling:
+    """For so many experts: 144 programs in a verify step of 384 rows, with 96 experts as with 384."""
+    return Tiling(experts=min(128, experts & -experts))
 
 
 def refuses(x, gate, bias, *, k, scale, precision):
     """Why this is not the way for these arguments, or None."""
     if not x.dtype == gate.dtype == jnp.bfloat16:
         return f"x is {x.dtype} and gate {gate.dtype}, the product is for bfloat16"
-    if x.shape[1] % STEP:
-        return f"rows of {x.shape[1]} channels, the product wants a multiple of {STEP}"
+    step = tiling(gate.shape[0]).step
+    if x.shape[1] % step:
+        return f"rows of {x.shape[1]} channels, the product wants a multiple of {step}"
     return one_kernel.refuses(x, gate, bias, k=k, scale=scale, precision=precision)
 
 
-def _product_body(x, gate, z, *, total: int, h: int):
-    """x bf16[T, H], gate bf16[E', H] of this tile's experts, z f32[1, T, E']: one slice of the product of a tile of rows."""
+def _product_body(x, gate, z, *, tile: Tiling):
+    """x bf16[T, H], gate bf16[E, H], z f32[slices, T, E]: one slice of the product of a tile of rows and experts."""
     from jax.experimental.pallas import triton as plt
 
-    experts, length = gate.shape[0], h // _slices(h)
+    (slices, total, experts), steps = z.shape, x.shape[1] // tile.step
     iota = lambda shape, axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    first = pl.program_id(1) * ROWS
-    row, channel = iota((ROWS, STEP), 0) + first, iota((ROWS, STEP), 1) + pl.program_id(0) * length
-    expert, of_gate = iota((experts, STEP), 0), iota((experts, STEP), 1) + pl.program_id(0) * length
-    there = {} if total % ROWS == 0 else {"mask": row < total, "other": 0.0}
+    part, first, start = pl.program_id(0), pl.program_id(1) * tile.rows, pl.program_id(2) * tile.experts
+    begin, count = part * (steps // slices), steps // slices
+    if steps % slices:
+        begin = part * steps // slices
+        count = (part + 1) * steps // slices - begin
+
+    def place(height, first, size):  # the tile's rows and first channels, and which of the rows there are
+        row = iota((height, tile.step), 0) + first
+        there = {} if size % height == 0 else {"mask": row < size, "other": 0.0}
+        return row, iota((height, tile.step), 1) + begin * tile.step, there
+
+    row, channel, rows_there = place(tile.rows, first, total)
+    expert, of_gate, experts_there = place(tile.experts, start, experts)
 
     def step(i, sums):
-        a = plt.load(x.at[row, channel + i * STEP], **there)
-        b = plt.load(gate.at[expert, of_gate + i * STEP])
+        a = plt.load(x.at[row, channel + i * tile.step], **rows_there)
+        b = plt.load(gate.at[expert, of_gate + i * tile.step], **experts_there)
         return sums + jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    sums = jax.lax.fori_loop(0, length // STEP, step, jnp.zeros((ROWS, experts), jnp.float32))
-    row, column = iota((ROWS, experts), 0) + first, iota((ROWS, experts), 1)
-    plt.store(z.at[jnp.zeros_like(row), row, column], sums, mask=None if total % ROWS == 0 else row < total)
+    shape = tile.rows, tile.experts
+    sums = jax.lax.fori_loop(0, count, step, jnp.zeros(shape, jnp.float32))
+    row, column = iota(shape, 0) + first, iota(shape, 1) + start
+    there = None if total % tile.rows == experts % tile.experts == 0 else (row < total) & (column < experts)
+    plt.store(z.at[jnp.full_like(row, part), row, column], sums, mask=there)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
-def product(x, gate, *, interpret: bool = False):
-    """f32[slices, T, E] whose sum over the slices is x @ gate^T."""
+@functools.partial(jax.jit, static_argnames=("tile", "interpret"))  # lowered once for all layers
+def product(x, gate, *, tile: Tiling | None = None, interpret: bool = False):
+    """f32[slices, T, E] whose sum over the slices is x @ gate^T; cut up as `tile` says, by default `tiling`'s for E."""
     from jax.experimental.pallas import triton as plt
 
     (t, h), e = x.shape, gate.shape[0]
-    slices, width = _slices(h), min(EXPERTS, e & -e)
+    tile = tile or tiling(e)
+    slices = min(tile.slices, h // tile.step)
+    whole = lambda *shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
     return pl.pallas_call(
-        functools.partial(_product_body, total=t, h=h),
+        functools.partial(_product_body, tile=tile),
         out_shape=jax.ShapeDtypeStruct((slices, t, e), jnp.float32),
-        grid=(slices, cdiv(t, ROWS), e // width),
-        in_specs=[pl.BlockSpec((t, h), lambda s, i, j: (0, 0)), pl.BlockSpec((width, h), lambda s, i, j: (j, 0))],
-        out_specs=pl.BlockSpec((1, t, width), lambda s, i, j: (s, 0, j)),
+        grid=(slices, cdiv(t, tile.rows), cdiv(e, tile.experts)),
+        in_specs=[whole(t, h), whole(e, h)],
+        out_specs=whole(slices, t, e),
         interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         name="router_product",
     )(x, gate)
 
