@@ -164,15 +164,13 @@ class _Machine:
         self.starts = {0, *(t for c in self.code for t in c.targets), *(i + 1 for i, c in enumerate(self.code) if c.control)}
         buffers = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
         buffers.append(np.full(out_bytes, 0xFF, np.uint8))
-        self.parameters, pieces, owned, at = dict.fromkeys(names, 0), [], [], 0
+        self.parameters, at = dict.fromkeys(names, 0), _BASE
         for name, buffer in zip(names, buffers, strict=False):
-            gap = _GAP - len(buffer) % 16
-            self.parameters[name] = _BASE + at
-            pieces += [buffer, np.zeros(gap, np.uint8)]
-            owned += [np.ones(len(buffer), bool), np.zeros(gap, bool)]
-            at += len(buffer) + gap
-        self.memory, self.owned = np.concatenate(pieces), np.concatenate(owned)
-        self.out = slice(self.parameters[names[len(arrays)]] - _BASE, at - gap)
+            self.parameters[name] = at
+            at += len(buffer) + _GAP - len(buffer) % 16
+        self.buffers = buffers  # not copied: of a huge input only what is touched need be there
+        self.first = np.array([self.parameters[name] for name in names[: len(buffers)]])
+        self.lengths = np.array([len(buffer) for buffer in buffers])
         special = {"%tid.x": self.warp[:, None] * 32 + LANE, "%dynamic_smem_size": shared}
         for axis, index in zip("xyz", np.unravel_index(self.cta, grid[::-1])[::-1], strict=True):
             special |= {f"%ctaid.{axis}": index[:, None], f"%nctaid.{axis}": grid["xyz".index(axis)]}
@@ -206,34 +204,40 @@ class _Machine:
         return self.lanes(place.base) + np.uint64(place.offset & (2**64 - 1))
 
     def _bytes_at(self, space, address, size, mask, writes):
-        """-> (memory, i64[n, size] indices of the lanes in `mask`, that mask)."""
+        """-> ([(memory, which of the lanes in `mask` it is of, i64[n, size] indices of those)], that mask)."""
         mask = np.broadcast_to(mask, address.shape)
-        at = address[mask].astype(np.int64) - (_BASE if space == "global" else 0)
-        memory, limit = (self.memory, len(self.memory)) if space == "global" else (self.shared, self.shared_bytes)
-        wrong = (at < 0) | (at + size > limit) | (at % size != 0)
+        at = address[mask].astype(np.int64)
+        wrong = (at < 0) | (at % size != 0)
         if space == "global":
-            inside = np.where(wrong, 0, at)
-            wrong |= ~(self.owned[inside] & self.owned[inside + size - 1])
+            buffer = np.maximum(np.searchsorted(self.first, at, "right") - 1, 0)
+            at = at - self.first[buffer]
+            wrong |= (at < 0) | (at + size > self.lengths[buffer])
             if writes:
-                wrong |= (at < self.out.start) | (at >= self.out.stop)
+                wrong |= buffer != len(self.buffers) - 1
         else:
-            owner = np.broadcast_to(self.cta[self.active][:, None], address.shape)[mask]
-            at = at + owner * self.shared_bytes
+            wrong |= at + size > self.shared_bytes
+            at = at + np.broadcast_to(self.cta[self.active][:, None], address.shape)[mask] * self.shared_bytes
         if wrong.any():
             where = f"{space} address {int(address[mask][wrong][0]):#x}"
             raise PtxError(f"{size} bytes at {where} lie outside what may be accessed or are misaligned")
-        return memory, at[:, None] + np.arange(size), mask
+        at = at[:, None] + np.arange(size)
+        if space != "global":
+            return [(self.shared, slice(None), at)], mask
+        return [(self.buffers[b], buffer == b, at[buffer == b]) for b in np.unique(buffer)], mask
 
     def gather(self, space, address, size, mask):
         """-> u8[*address.shape, size], zeros where `mask` is false."""
-        memory, at, mask = self._bytes_at(space, address, size, mask, False)
-        out = np.zeros((*address.shape, size), np.uint8)
-        out[mask] = memory[at]
+        pieces, mask = self._bytes_at(space, address, size, mask, False)
+        out, found = np.zeros((*address.shape, size), np.uint8), np.empty((np.count_nonzero(mask), size), np.uint8)
+        for memory, lanes, at in pieces:
+            found[lanes] = memory[at]
+        out[mask] = found
         return out
 
     def scatter(self, space, address, data, mask):
-        memory, at, mask = self._bytes_at(space, address, data.shape[-1], mask, True)
-        memory[at] = data[mask]
+        pieces, mask = self._bytes_at(space, address, data.shape[-1], mask, True)
+        for memory, lanes, at in pieces:
+            memory[at] = data[mask][lanes]
 
     def run(self, order):
         """Execute until every warp has returned. Raises PtxError with the line that went wrong."""
@@ -362,7 +366,7 @@ def emulated(order: str = "together", edit=None):
             text = edit(ptx) if edit else ptx
             machine = _Machine(text, [np.asarray(a) for a in arrays], size, tuple(grid), warps, shared)
             machine.run(order)
-            return machine.memory[machine.out].copy().view(dtype).reshape(out_shape.shape)
+            return machine.buffers[-1].view(dtype).reshape(out_shape.shape)
 
         return call
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import gluon_call
 from pallas_kernels.index_score import hopper as scores_hopper
 from pallas_kernels.index_score import reference as scores_reference
 from pallas_kernels.index_score import specs as scores_specs
@@ -154,6 +155,34 @@ def test_attention_kernel_attends_as_the_reference_does(ahead):
             got = attention_hopper.sparse_attention(**inputs, **options)
         check_attention(got, want)
         assert not got[2:].any()
+
+
+def capacity_1m(inputs, path):
+    """The same problem with its records far apart, the last one last, in the pool of 64 requests of 2**20 tokens: 19 GB, a
+    file of which nothing but the records takes space; all else is zeros."""
+    shape = attention_specs.M384_1M.pool_shape
+    pool, records = np.memmap(path, np.uint8, "w+", shape=shape), inputs["global_pool"].reshape(-1, shape[2])
+    far = np.linspace(0, shape[0] * shape[1] - 1, len(records)).astype(np.int32)
+    pool.reshape(-1, shape[2])[far] = records
+    slots = inputs["global_slots"]
+    return inputs | dict(global_pool=pool, global_slots=np.where(slots >= 0, far[slots], -1))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_attention_kernel_reads_a_pool_of_19_gb(ahead, monkeypatch, tmp_path):
+    spec = dataclasses.replace(ATTENTION, batch=2)
+    inputs = spec.make_inputs(seed=49)
+    inputs["global_slots"][:, 0, 0] = inputs["global_pool"].shape[0] * spec.page_entries - 1
+    want, far = attention_reference(inputs, **spec.options), capacity_1m(inputs, tmp_path / "pool")
+    words = 72 * np.sort(far["global_slots"].ravel()).astype(np.int64)
+    assert np.histogram(words, [0, 2**31, 2**32, 2**33])[0].all(), "offsets of 31, of 32 and of more bits"
+    run = functools.partial(attention_hopper.sparse_attention, **far, **spec.options, ahead=ahead)
+    with emulated():
+        check_attention(run(), want)
+    call = gluon_call.gluon_call
+    monkeypatch.setattr(gluon_call, "gluon_call", lambda *args, **kw: call(*args, **kw | {"WIDE": False}))
+    with emulated(), pytest.raises((PtxError, AssertionError)):  # outside the pool, or zeros
+        check_attention(run(), want)
 
 
 def test_attention_kernel_reads_queries_behind_other_columns_and_explicit_bounds():

@@ -243,10 +243,11 @@ def impl(request):
     return request.param
 
 
-def kernel_against_reference(impl, spec, inputs, **options):
-    inputs = jax.device_put(inputs)
-    run = lambda impl: jax.jit(lambda kw: sparse_attention(**kw, **spec.options, **options, impl=impl))(inputs)
-    got, want = np.asarray(run(impl)).astype(np.float32), np.asarray(run("reference")).astype(np.float32)
+def kernel_against_reference(impl, spec, inputs, same=None, **options):
+    """same: inputs for the reference, if others than the kernel's."""
+    run = lambda impl, kw: jax.jit(lambda kw: sparse_attention(**kw, **spec.options, **options, impl=impl))(jax.device_put(kw))
+    got = np.asarray(run(impl, inputs)).astype(np.float32)
+    want = np.asarray(run("reference", inputs if same is None else same)).astype(np.float32)
     assert np.isfinite(got).all()
     error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
     worst = np.abs(got - want).max() / max(np.abs(want).max(), 1e-30)
@@ -301,6 +302,21 @@ def test_kernel_poison_reaches_nobody(impl):
 
 
 @pytest.mark.gpu
+def test_kernel_reads_a_pool_of_19_gb(impl):
+    """That of 64 requests of 2**20 tokens, zeros but for a small pool's records, which lie far apart, the last one last."""
+    inputs = specs.SMALL.make_inputs(seed=19)
+    pages, entries, record = specs.M384_1M.pool_shape
+    records = inputs["global_pool"].reshape(-1, record)
+    far = np.linspace(0, pages * entries - 1, len(records)).astype(np.int32)
+    inputs["global_slots"][..., 0] = len(records) - 1
+    make = jax.jit(lambda x: jnp.zeros((pages, entries, record), jnp.uint8).at[far // entries, far % entries].set(x))
+    slots = np.where(inputs["global_slots"] >= 0, far[inputs["global_slots"]], -1)
+    there = inputs | dict(global_pool=make(records), global_slots=slots)
+    assert np.histogram(72 * slots.astype(np.int64), [0, 2**31, 2**32, 2**33])[0].all(), "of 31, 32 and more bits"
+    kernel_against_reference(impl, specs.SMALL, there, same=inputs)
+
+
+@pytest.mark.gpu
 def test_kernel_explicit_bounds(impl):
     spec = dataclasses.replace(specs.M384_SWA, batch=3, span=5, window=133)
     for prefix in (1, 127, 128, 129, 1000):
@@ -321,6 +337,10 @@ def test_explain_says_why_the_kernel_is_passed_over():
 def test_released_shapes_get_a_kernel(arch, chosen):
     pytest.importorskip("triton")
     inputs = dataclasses.replace(specs.SMALL, batch=1, context=0).make_inputs(0)
+    for requests in (64, 128):
+        pages, *record = specs.M384_1M.pool_shape
+        pool = jax.ShapeDtypeStruct((pages * requests // 64, *record), jnp.uint8)
+        assert explain(*(inputs | dict(global_pool=pool)).values(), arch=arch, **specs.SMALL.options)["chosen"] == chosen
     assert explain(*inputs.values(), arch=arch, **specs.SMALL.options)["chosen"] == chosen
     assert "rotary pairs" in explain(*(inputs | dict(cos=inputs["cos"][..., :24])).values(), impl="auto", arch="sm_103",
                                      **specs.SMALL.options)["one_pass"]  # fmt: skip

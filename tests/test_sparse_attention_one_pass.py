@@ -91,6 +91,14 @@ def test_decodes_every_code_exactly():
 
 @pytest.mark.deviceless
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
+def test_records_of_a_pool_of_19_gb_have_addresses_of_64_bits():
+    case = "pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m:one_pass"
+    ptx = deviceless.compile_for("sm_103a", *case).matching("sparse_attention_one_pass").ptx
+    assert re.search(r"mul\.wide\.[su]32\s[^;]*, 288;", ptx) and not re.search(r"\.lo\.[su]32\s[^;]*, 72[,;]", ptx)
+
+
+@pytest.mark.deviceless
+@pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_tensor_cores_with_one_decoding_of_each_tile(target):
     compiled = deviceless.compile_for(target, "pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:one_pass")

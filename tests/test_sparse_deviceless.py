@@ -17,6 +17,8 @@ pytestmark = [
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 128, 0),
     "attention ahead": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_ahead", 128, 0),
+    "attention 19 GB": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m", 128, 0),
+    "attention 19 GB ahead": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m:hopper_ahead", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
     "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),

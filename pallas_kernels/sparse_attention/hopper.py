@@ -27,8 +27,8 @@ def refuses(q, window_pool, slots, positions, global_pool, global_slots, sink, c
         return f"queries behind {first} columns are not aligned to 16 bytes"
     if window_pool.shape[1] * window_pool.shape[2] % 16:
         return "the ring's bytes are no multiple of 16"
-    if global_pool is not None and global_pool.size // 4 >= 2**31:
-        return "a global pool of 8 GiB or more overflows the kernel's word offsets"
+    if global_pool is not None and global_pool.shape[0] * global_pool.shape[1] >= 2**31:
+        return "2**31 entries or more overflow the selected slots"
     return None
 
 
@@ -43,11 +43,12 @@ def sparse_attention(
     shape = batch, span, heads, dim = query_shape(q, sink, first)
     bounds = window_start is not None or window_end is not None
     start, end = window_bounds(positions, window, window_start, window_end) if bounds else (positions, positions)
-    entries, selected = 0, 0
+    entries, selected, wide = 0, 0, False
     if global_pool is None:  # K = 0 removes the loop that would read these
         global_pool, global_slots = window_pool, slots
     else:
         entries, selected = global_pool.shape[0] * global_pool.shape[1], global_slots.shape[2]
+        wide = global_pool.size // 4 > 2**31  # words
     rows = batch * span
     programs = codecs.cdiv(rows, codecs.cdiv(rows, programs))  # as many as give every program the same number, but one
     padded = max(64, 1 << (selected - 1).bit_length()) if ahead and selected else 0
@@ -58,6 +59,6 @@ def sparse_attention(
         grid=(programs, 1, 1), warps=4, compute_capability=90,
         scale_log2=scale * LOG2E * SHIFT, S=span, N=heads, D=dim, FIRST=first, PAIRS=cos.shape[-1],
         N_SLOTS=window_pool.shape[0], RING=window_pool.shape[1], WINDOW=window, ENTRIES=entries, K=selected,
-        BOUNDS=bounds, ROTATE=rotate_query, ROWS=rows, PADDED=padded, DECODER_REGISTERS=88,
-        OTHER_REGISTERS=192,
+        BOUNDS=bounds, ROTATE=rotate_query, ROWS=rows, PADDED=padded, WIDE=wide,
+        DECODER_REGISTERS=88, OTHER_REGISTERS=192,
     )  # fmt: skip

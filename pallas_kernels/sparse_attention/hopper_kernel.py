@@ -84,6 +84,7 @@ def _load_parts(
     landed, taken,
     S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, N_SLOTS: gl.constexpr, RING: gl.constexpr,
     WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr, BOUNDS: gl.constexpr, PADDED: gl.constexpr,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
     """The loading warp group: of every row the query, the window, the selected entries, each part once its place is free."""
     H: gl.constexpr = D // 2
@@ -93,6 +94,7 @@ def _load_parts(
     GS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
     WINDOW_RECORD: gl.constexpr = (D + D // 32) // 4
     RECORD: gl.constexpr = (D // 2 + D // 16) // 4
+    OFFSET: gl.constexpr = gl.int64 if WIDE else gl.int32
     q_words = words._reinterpret(gl.int32, [PARTS, HEADS, H // 2], words.type.layout)
     ring_words = words._reinterpret(gl.int32, [PARTS, RINGS, D // 4], words.type.layout)
     ring_scales = scales._reinterpret(gl.int32, [PARTS, 4 * RINGS, D // 128], scales.type.layout)
@@ -148,8 +150,8 @@ def _load_parts(
                     pick, pick_s = slots.load(gl.SliceLayout(1, G)), slots.load(gl.SliceLayout(1, GS))
                 k, ks = k + PICKS, ks + PICKS
                 live, live_s = (pick >= 0) & (pick < ENTRIES), (pick_s >= 0) & (pick_s < ENTRIES)
-                row = gl.expand_dims(gl.where(live, pick, 0) * RECORD, 1)
-                row_s = gl.expand_dims(gl.where(live_s, pick_s, 0) * RECORD, 1)
+                row = gl.expand_dims(gl.where(live, pick, 0).to(OFFSET) * RECORD, 1)
+                row_s = gl.expand_dims(gl.where(live_s, pick_s, 0).to(OFFSET) * RECORD, 1)
                 mbarrier.wait(taken.index(at), phase)
                 async_copy.async_copy_global_to_shared(
                     words.index(at), source + (row + word), mask=gl.expand_dims(live, 1)
@@ -301,12 +303,13 @@ def attention(
     q_ptr, win_ptr, slots_ptr, pos_ptr, start_ptr, end_ptr, glob_ptr, gslot_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr,
     scale_log2: gl.constexpr, S: gl.constexpr, N: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr, PAIRS: gl.constexpr,
     N_SLOTS: gl.constexpr, RING: gl.constexpr, WINDOW: gl.constexpr, ENTRIES: gl.constexpr, K: gl.constexpr,
-    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr,
+    BOUNDS: gl.constexpr, ROTATE: gl.constexpr, ROWS: gl.constexpr, PADDED: gl.constexpr, WIDE: gl.constexpr,
     DECODER_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """ROWS query rows, which lie behind FIRST other columns, in any number of programs of 4 + 12 warps. start_ptr and end_ptr
     are read if BOUNDS; the query is rotated if ROTATE; ENTRIES = P * E; K = selected slots, loaded a row ahead of their
-    records if PADDED, a power of two from 64 and K on, and else a part ahead. The second multiplying warp group gets
+    records if PADDED, a power of two from 64 and K on, and else a part ahead; their records' offsets in words take 64 bits
+    if WIDE. The second multiplying warp group gets
     OTHER_REGISTERS registers a thread, the first what is left."""
     H: gl.constexpr = D // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -377,7 +380,7 @@ def attention(
                 _load_parts,
                 (
                     ROWS, slots_ptr, pos_ptr, start_ptr, end_ptr, q_ptr, win_ptr, glob_ptr, gslot_ptr, words, scales,
-                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PADDED,
+                    picked, landed, taken, S, N, D, FIRST, N_SLOTS, RING, WINDOW, ENTRIES, K, BOUNDS, PADDED, WIDE,
                 ),
             ),
         ],

@@ -35,6 +35,17 @@ class Spec:
         return self.batch * self.span
 
     @property
+    def entries(self) -> int:
+        """Of one request."""
+        return max((self.context + self.span) // self.ratio, 1)
+
+    @property
+    def pool_shape(self) -> tuple[int, int, int]:
+        """[P, E, bytes] of the global pool: a page that nobody has and those of all requests."""
+        pages = 1 + self.batch * codecs.cdiv(self.entries, self.page_entries)
+        return pages, self.page_entries, codecs.global_record_bytes(self.dim)
+
+    @property
     def bytes(self) -> int:
         """Device bytes, each once: q and output in bf16, the ring rows of a request, every row's selected records.
 
@@ -52,9 +63,8 @@ class Spec:
     def make_inputs(self, seed: int) -> dict:
         """Keyword arguments of `sparse_attention`, numpy, with random pages, permuted slots and no padding rows."""
         rng = np.random.default_rng(seed)
-        entries = max((self.context + self.span) // self.ratio, 1)
+        entries = self.entries
         columns = codecs.cdiv(entries, self.page_entries)
-        pages = 1 + self.batch * columns
         table = 1 + rng.permutation(self.batch * columns).reshape(self.batch, columns)
         positions = self.context + np.tile(np.arange(self.span), (self.batch, 1))
         angle = rng.uniform(0, 2 * np.pi, (self.batch, self.span, self.rotary // 2))
@@ -73,7 +83,7 @@ class Spec:
             pick = self._select(rng, positions, entries)
             page = np.take_along_axis(table[:, None, :], pick // self.page_entries, 2)
             slots = np.where(pick >= 0, page * self.page_entries + pick % self.page_entries, -1)
-            inputs["global_pool"] = random_records(rng, (pages, self.page_entries), self.dim, window=False)
+            inputs["global_pool"] = random_records(rng, self.pool_shape[:2], self.dim, window=False)
             inputs["global_slots"] = slots.astype(np.int32)
         return inputs
 
@@ -117,6 +127,7 @@ SHORT = Spec("short", 3, 6, 64, 512, 128, 512, 133, 128, 40, sparsity=0.25)
 M384 = Spec("m384_r1", 64, 6, 64, 512, 128, 512, 133, 128, 32768)
 M384_R2 = Spec("m384_r2", 64, 6, 64, 512, 128, 512, 133, 64, 32768, 2)
 M384_SWA = Spec("m384_swa", 64, 6, 64, 512, 128, 0, 133, 128, 32768)
+M384_1M = Spec("m384_1m", 64, 6, 64, 512, 128, 512, 133, 128, 2**20 - 6)  # a pool of 19 GB, never made whole
 
 CPU_SPECS = (TINY, TINY_SWA)
 GPU_SPECS = (SMALL, SHORT, M384_SWA, M384)
@@ -135,12 +146,15 @@ def deviceless_case(name: str):
         "": hopper.sparse_attention, "hopper_persistent": hopper.sparse_attention,
         "hopper_ahead": functools.partial(hopper.sparse_attention, ahead=True), "one_pass": one_pass.sparse_attention,
     }[implementation]  # fmt: skip
-    spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS) if s.name == name)
+    spec = next(s for s in (*GPU_SPECS, *BENCH_SPECS, M384_1M) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=300).make_inputs(0)  # the grid is no part of the code
     names = [k for k, v in inputs.items() if v is not None]
+    shapes = {k: inputs[k].shape for k in names}
+    if spec == M384_1M:
+        shapes["global_pool"] = spec.pool_shape  # its size is
 
     def function(*arrays):
         given = dict.fromkeys(inputs) | dict(zip(names, arrays, strict=True))
         return run(**given, **spec.options, rotate_query=True)
 
-    return function, tuple(jax.ShapeDtypeStruct(inputs[k].shape, inputs[k].dtype) for k in names)
+    return function, tuple(jax.ShapeDtypeStruct(shapes[k], inputs[k].dtype) for k in names)
