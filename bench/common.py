@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import platform
-import statistics
 import subprocess
 import time
 
@@ -95,20 +94,20 @@ def write_json(path, result: dict) -> pathlib.Path:
     return path
 
 
-def time_us(call, *args, repeats: int = 5, pause: float = 0.0) -> list[float]:
-    """Microseconds of each of `repeats` calls of a compiled function, after one more; results are waited for. pause: seconds
-    that the device rests before each."""
+def best_us(call, *args, repeats: int = 9, before=lambda: None) -> float:
+    """Microseconds of the fastest of `repeats` calls of a compiled function, after one more; results are waited for.
+    before: called and waited for ahead of each, outside the time."""
     jax.block_until_ready(call(*args))
-    out = []
+    best = float("inf")
     for _ in range(repeats):
-        time.sleep(pause)
+        jax.block_until_ready(before())
         start = time.perf_counter()
         jax.block_until_ready(call(*args))
-        out.append((time.perf_counter() - start) * 1e6)
-    return out
+        best = min(best, (time.perf_counter() - start) * 1e6)
+    return best
 
 
-def copy_gbps(nbytes: int = 1 << 31, inner: int = 8) -> float:
+def copy_gbps(nbytes: int = 1 << 31, inner: int = 4) -> float:
     """GB/s, bytes read plus bytes written, of passes over `nbytes` of device memory: a copy, a sum of every row, or one added to
     every value, whichever is fastest."""
     x = jnp.ones((nbytes // 4,), jnp.float32)
@@ -120,21 +119,21 @@ def copy_gbps(nbytes: int = 1 << 31, inner: int = 8) -> float:
 
     def rate(one, moved: int) -> float:
         one = jax.jit(one)
-        return moved * nbytes * inner / statistics.median(time_us(lambda x: [one(x) for _ in range(inner)], x)) * 1e-3
+        return moved * nbytes * inner / best_us(lambda x: [one(x) for _ in range(inner)], x) * 1e-3
 
     return max(rate(*p) for p in passes)
 
 
 PRODUCTS = ((8192, 8192, 8192), (384, 129280, 5120))  # rows, columns, channels; the second: a step's lm_head
 SMALL_PRODUCTS = ((256, 256, 256),)
-PAUSE = 0.05  # seconds before a product
 
 
-def product_tflops(dtype, shapes=PRODUCTS, inner: int = 2) -> float:
+def product_tflops(dtype, shapes=PRODUCTS) -> float:
     """TFLOP/s of products of random operands accumulated in fp32, of the shape that runs fastest.
 
-    A ceiling that some kernel of the step passes is none. A GPU lowers its clock under long products, and in a step one
-    follows kernels that wait for memory: so each has a rest before it here."""
+    A ceiling that some kernel of the step passes is none. A GPU lowers its clock under product after product, and raises it only
+    slowly out of idleness; in a step, one follows kernels that wait for memory: so does each here."""
+    busy, filler = jax.jit(lambda x: x + 1.0), jnp.ones((1 << 20 if shapes is SMALL_PRODUCTS else 1 << 28,), jnp.float32)
 
     def rate(rows: int, columns: int, channels: int) -> float:
         keys = jax.random.split(jax.random.key(0), 2)
@@ -143,9 +142,7 @@ def product_tflops(dtype, shapes=PRODUCTS, inner: int = 2) -> float:
             for k, n in zip(keys, (rows, columns), strict=True)
         )
         dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
-        # queued together; nothing but the product runs on the device
-        times = time_us(lambda a, b: [dot(a, b) for _ in range(inner)], a, b, pause=PAUSE)
-        return 2 * rows * columns * channels * inner / statistics.median(times) * 1e-6
+        return 2 * rows * columns * channels / best_us(dot, a, b, before=lambda: busy(filler)) * 1e-6
 
     return max(rate(*shape) for shape in shapes)
 
@@ -154,7 +151,7 @@ def measure_peaks() -> Peaks:
     """Ceilings of the default device. On a CPU the problems are small: there the figures only keep the arithmetic alive."""
     gpu = jax.default_backend() == "gpu"
     shapes = PRODUCTS if gpu else SMALL_PRODUCTS
-    copy = copy_gbps(1 << 31 if gpu else 1 << 22, 8 if gpu else 2)
+    copy = copy_gbps(1 << 31 if gpu else 1 << 22, 4 if gpu else 2)
     bf16 = product_tflops(jnp.bfloat16, shapes)
     fp8 = product_tflops(jnp.float8_e4m3fn, shapes) if gpu else 2 * bf16
     notes = ()
