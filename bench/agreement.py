@@ -16,7 +16,6 @@ prompts (`bench.retrieval`). Random weights answer nothing: their outputs only s
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -176,11 +175,11 @@ def run_group(sides: list[Runner], group, measure, eos: int | None) -> tuple[lis
     import jax.numpy as jnp
 
     prompts, batch = [p.ids for p in group], sides[0].batch
-    with concurrent.futures.ThreadPoolExecutor(len(sides)) as pool:  # in the first group the sides compile side by side
-        states = list(pool.map(lambda s: s.prefill(prompts), sides))
-        made = list(pool.map(lambda s, state: s.outputs(jax.tree.map(jnp.copy, state), len(group)), sides, states))
-        (a, *_), (b, *_) = made
-        logits = list(pool.map(lambda s, state: s.forced(state, prompts, a), sides, states))
+    # one side after the other: XLA times library kernels while it compiles, and must not do so beside what another side runs
+    states = [s.prefill(prompts) for s in sides]
+    made = [s.outputs(jax.tree.map(jnp.copy, state), len(group)) for s, state in zip(sides, states, strict=True)]
+    (a, *_), (b, *_) = made
+    logits = [s.forced(state, prompts, a) for s, state in zip(sides, states, strict=True)]
     pad = [0] * (batch - len(group))
     parted = [first_divergence(x, y) or 0 for x, y in zip(a, b, strict=True)]
     other = [y[i] for y, i in zip(b, parted, strict=True)]

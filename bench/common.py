@@ -94,15 +94,13 @@ def write_json(path, result: dict) -> pathlib.Path:
     return path
 
 
-def best_us(call, *args, repeats: int = 9, before=lambda: None) -> float:
-    """Microseconds of the fastest of `repeats` calls of a compiled function, after one more; results are waited for.
-    before: called and waited for ahead of each, outside the time."""
-    jax.block_until_ready(call(*args))
+def best_us(call, repeats: int = 9) -> float:
+    """Microseconds of the fastest of `repeats` calls, after one more; results are waited for."""
+    jax.block_until_ready(call())
     best = float("inf")
     for _ in range(repeats):
-        jax.block_until_ready(before())
         start = time.perf_counter()
-        jax.block_until_ready(call(*args))
+        jax.block_until_ready(call())
         best = min(best, (time.perf_counter() - start) * 1e6)
     return best
 
@@ -119,7 +117,7 @@ def copy_gbps(nbytes: int = 1 << 31, inner: int = 4) -> float:
 
     def rate(one, moved: int) -> float:
         one = jax.jit(one)
-        return moved * nbytes * inner / best_us(lambda x: [one(x) for _ in range(inner)], x) * 1e-3
+        return moved * nbytes * inner / best_us(lambda: [one(x) for _ in range(inner)]) * 1e-3
 
     return max(rate(*p) for p in passes)
 
@@ -128,12 +126,14 @@ PRODUCTS = ((8192, 8192, 8192), (384, 129280, 5120))  # rows, columns, channels;
 SMALL_PRODUCTS = ((256, 256, 256),)
 
 
-def product_tflops(dtype, shapes=PRODUCTS) -> float:
+def product_tflops(dtype, shapes=PRODUCTS, inner: int = 6) -> float:
     """TFLOP/s of products of random operands accumulated in fp32, of the shape that runs fastest.
 
     A ceiling that some kernel of the step passes is none. A GPU lowers its clock under product after product, and raises it only
-    slowly out of idleness; in a step, one follows kernels that wait for memory: so does each here."""
-    busy, filler = jax.jit(lambda x: x + 1.0), jnp.ones((1 << 20 if shapes is SMALL_PRODUCTS else 1 << 28,), jnp.float32)
+    slowly out of idleness; in a step, one follows kernels that wait for memory. So each follows a pass over memory here, and
+    what the passes take alone is left out, the wait for the end with it."""
+    pass_over = jax.jit(lambda x: x + 1.0)
+    x = jnp.ones((1 << 18 if shapes is SMALL_PRODUCTS else 1 << 28,), jnp.float32)
 
     def rate(rows: int, columns: int, channels: int) -> float:
         keys = jax.random.split(jax.random.key(0), 2)
@@ -142,7 +142,9 @@ def product_tflops(dtype, shapes=PRODUCTS) -> float:
             for k, n in zip(keys, (rows, columns), strict=True)
         )
         dot = jax.jit(lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16))
-        return 2 * rows * columns * channels / best_us(dot, a, b, before=lambda: busy(filler)) * 1e-6
+        passes = best_us(lambda: [pass_over(x) for _ in range(inner)])
+        both = best_us(lambda: [(pass_over(x), dot(a, b)) for _ in range(inner)])
+        return 2 * rows * columns * channels * inner / max(both - passes, 1e-3 * both) * 1e-6
 
     return max(rate(*shape) for shape in shapes)
 
