@@ -68,11 +68,12 @@ def check(got, want, dtype):
     assert not (np.signbit(got) & (got == 0)).any(), "-0 must be written as +0"
 
 
-def kernel_against_reference(inputs, function, impl="hopper", **options):
-    """FP8 products keep about 13 bits below the largest term, so a dot may round to the neighbouring bf16."""
+def kernel_against_reference(inputs, function, impl="hopper", same=None, **options):
+    """FP8 products keep about 13 bits below the largest term, so a dot may round to the neighbouring bf16. same: inputs for
+    the reference, if others than the kernel's."""
     inputs = jax.device_put(inputs)
-    run = lambda impl: np.asarray(jax.jit(lambda kw: function(**kw, **options, impl=impl))(inputs)).astype(np.float64)
-    got, want = run(impl), run("reference")
+    run = lambda impl, kw: np.asarray(jax.jit(lambda kw: function(**kw, **options, impl=impl))(kw)).astype(np.float64)
+    got, want = run(impl, inputs), run("reference", inputs if same is None else jax.device_put(same))
     check_kernel(got, want)
     return got
 

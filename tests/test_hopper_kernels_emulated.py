@@ -124,6 +124,37 @@ def test_dense_kernel_scores_what_the_reference_scores(span, order):
     check_scores(got, want)
 
 
+def scattered(inputs, path):
+    """The same problem with its pages far apart, the last one last, in the pool of 128 requests of 2**20 tokens: 9 GB, a
+    file of which nothing but those pages takes space; all else is zeros."""
+    shape, pages = scores_specs.CAPACITY_1M.pool_shape, inputs["index_pool"]
+    pool = np.memmap(path, np.uint8, "w+", shape=shape)
+    far = np.linspace(0, shape[0] - 1, len(pages)).astype(np.int32)
+    pool[far] = pages
+    return inputs | dict(index_pool=pool, table=far[inputs["table"]])
+
+
+@pytest.mark.parametrize("kernel", ["dense", "blocks", "request_blocks"])
+def test_score_kernels_read_a_pool_of_9_gb(kernel, monkeypatch, tmp_path):
+    spec = dataclasses.replace(DENSE if kernel == "dense" else BLOCKS, batch=1, span=2)
+    inputs = spec.make_inputs(seed=50)
+    far = scattered(inputs, tmp_path / "pool")
+    assert far["table"].max() == len(far["index_pool"]) - 1 >= 2**33 / far["index_pool"].shape[1]
+    if kernel == "dense":
+        want = jax.jit(scores_reference.index_score)(**inputs)
+        run = lambda: np.asarray(scores_hopper.index_score(**far, programs=3)).astype(np.float64)
+    else:
+        want = blocks_reference()(**inputs)
+        run = lambda: run_blocks(far, **(GATHER if kernel == "blocks" else SHARE))
+    with emulated():
+        check_scores(run(), want)
+    if kernel == "request_blocks":
+        return  # its offsets have 64 bits in pools of any size
+    monkeypatch.setattr(scores_hopper, "wide", lambda pool: False)
+    with emulated(), pytest.raises((PtxError, AssertionError)):  # outside the pool, or zeros
+        check_scores(run(), want)
+
+
 def check_attention(got, want):
     """The bound of tests/test_sparse_attention.py between kernel and reference on a GPU."""
     got, want = np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32)

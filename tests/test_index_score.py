@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import codecs
+from pallas_kernels import codecs, gluon_call
 from pallas_kernels.index_score import explain, explain_blocks, hopper, index_score, index_score_blocks, specs
 from tests.index_score_harness import BF16, check, kernel_against_reference, key_of, loop_blocks, loop_dense
 
@@ -182,6 +182,22 @@ def test_kernel_lengths(span):
     np.testing.assert_array_equal(bare[live], got[live])
 
 
+@pytest.mark.gpu
+@needs_hopper
+def test_kernels_read_a_pool_of_9_gb():
+    """That of 128 requests of 2**20 tokens, zeros but for a small pool's pages, which lie far apart, the last one last."""
+    shape = specs.CAPACITY_1M.pool_shape
+    for spec, function in ((specs.SMALL, index_score), (specs.SMALL_BLOCKS, index_score_blocks)):
+        inputs = spec.make_inputs(seed=23)
+        far = np.linspace(0, shape[0] - 1, len(inputs["index_pool"])).astype(np.int32)
+        make = jax.jit(lambda pages, far=far: jnp.zeros(shape, jnp.uint8).at[far].set(pages))
+        there = inputs | dict(index_pool=make(inputs["index_pool"]), table=far[inputs["table"]])
+        assert int(there["table"].max()) * (shape[1] // 4) > 2**31, "an offset in words of more than 32 bits"
+        got = kernel_against_reference(there, function, same=inputs)
+    gathered = jax.jit(lambda kw: hopper.index_score_blocks(**kw, block_size=8, window=None))(there)
+    np.testing.assert_array_equal(np.asarray(gathered).astype(np.float64), got)
+
+
 def test_keys_are_shared_only_where_the_kernel_fits_and_pays():
     inputs = specs.M384_BLOCKS
     shape = jax.ShapeDtypeStruct
@@ -207,5 +223,7 @@ def test_explain_says_why_the_kernel_is_passed_over():
     inputs = specs.SMALL.make_inputs(seed=0)
     answer = explain(*inputs.values(), arch="sm_103")
     assert answer["chosen"] != "hopper" and "sm_103" in answer["hopper"]
+    pool = jax.ShapeDtypeStruct(specs.CAPACITY_1M.pool_shape, jnp.uint8)
+    assert hopper.refuses(**inputs | dict(index_pool=pool)) == gluon_call.unavailable()
     odd = specs.TINY_ODD.make_inputs(seed=0)
     assert explain(*odd.values(), arch="sm_90")["chosen"] == "reference"

@@ -20,6 +20,9 @@ CASES = {
     "attention 19 GB": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m", 128, 0),
     "attention 19 GB ahead": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m:hopper_ahead", 128, 0),
     "dense": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k", 168, 96),
+    "dense 9 GB": ("pallas_kernels.index_score.specs:deviceless_case", "m384_16k:capacity_1m", 168, 96),
+    "blocks 9 GB": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather:capacity_1m", 80, 0),
+    "request_blocks 9 GB": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:capacity_1m", 128, 0),
     "blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks:gather", 80, 0),
     "request_blocks": ("pallas_kernels.index_score.specs:deviceless_case", "m384_blocks", 128, 0),
 }

@@ -26,8 +26,6 @@ def _common_refusal(q, head_weights, index_pool):
         return "the pool holds values, the kernel reads packed records"
     if dim != 128 or heads not in (16, 32, 64):
         return f"{heads} heads of {dim} channels, the kernel is for 16, 32 or 64 of 128"
-    if index_pool.size // 4 >= 2**31:
-        return "an index pool of 8 GiB or more overflows the kernel's word offsets"
     return None
 
 
@@ -48,6 +46,11 @@ def refuses_blocks(q, head_weights, index_pool, table, block_ids, end, *, block_
     if block_ids.shape[0] > 65535 * 1024:
         return "more rows than the grid holds"
     return None
+
+
+def wide(index_pool) -> bool:
+    """Whether offsets in words into the pool take more than 32 bits, of which one is the sign."""
+    return index_pool.size // 4 > 2**31
 
 
 def rows_together(span: int) -> tuple[int, int]:
@@ -73,7 +76,7 @@ def index_score(q, head_weights, index_pool, table, visible, *, fill=True, progr
         out_shape=jax.ShapeDtypeStruct((rows, columns * entries), jnp.bfloat16),
         grid=(max(1, programs // groups), groups, 1), warps=4, compute_capability=90, maxnreg=registers,
         B=batch, BP=max(32, 1 << (batch - 1).bit_length()), S=rows // batch, ROWS=together, PER=per, HEADS=heads,
-        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill,
+        PAGES=pages, E=entries, COLUMNS=columns, FILL=fill, WIDE=wide(index_pool),
     )  # fmt: skip
 
 
@@ -119,7 +122,8 @@ def index_score_blocks(
 
         return gluon_call.gluon_call(
             hopper_kernel.blocks, *arrays, out_shape=out_shape, warps=4, compute_capability=90, maxnreg=registers,
-            grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), BLOCK=block_size, CHUNK=chunk, **constants,
+            grid=(rows, codecs.cdiv(blocks * block_size, chunk), 1), BLOCK=block_size, CHUNK=chunk,
+            WIDE=wide(index_pool), **constants,
         )  # fmt: skip
     from pallas_kernels.index_score import hopper_lists as lists
     from pallas_kernels.index_score import hopper_shared_kernel as shared

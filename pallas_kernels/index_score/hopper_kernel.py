@@ -32,11 +32,12 @@ def _add(a, b):
 def dense(
     q_ptr, w_ptr, pool_ptr, table_ptr, visible_ptr, out_ptr,
     B: gl.constexpr, BP: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PER: gl.constexpr, HEADS: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, FILL: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Program (p, g) scores rows g*ROWS.. of every request over the p-th equal share of all live tiles.
 
-    PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two.
+    PER query rows share one product; COLUMNS table columns of E entries; BP is B rounded up to a power of two;
+    WIDE: the pool has offsets in words of 64 bits.
     """
     R: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     N: gl.constexpr = PER * HEADS
@@ -78,12 +79,12 @@ def dense(
         end = (last - base) * TILE
         page = gl.load(pages + first // E)
         inside = (page > 0) & (page < PAGES) & (key >= 0)
-        words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E)
+        words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), first % E + key, inside, E, WIDE)
         page = gl.load(pages + (first + TILE) // E, mask=first + TILE < end, other=0)
         for column in range(first, end, TILE):
             low, high, factor = expand_keys(words, scales)
             inside = (page > 0) & (page < PAGES) & (key >= 0)
-            words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E)
+            words, scales = load_keys(pool_ptr, gl.where(inside, page, 0), (column + TILE) % E + key, inside, E, WIDE)
             page = gl.load(pages + (column + 2 * TILE) // E, mask=column + 2 * TILE < end, other=0)
             flying = (start_products(operand(low, M), operand(high, M), q_low.index(0), q_high.index(0), N, M),)
             scores = gl.zeros([TILE, 8], gl.float32, R)
@@ -139,9 +140,9 @@ def _page_of(pages, position, PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.
 def blocks(
     q_ptr, w_ptr, pool_ptr, table_ptr, ids_ptr, end_ptr, out_ptr,
     S: gl.constexpr, HEADS: gl.constexpr, KB: gl.constexpr, BLOCK: gl.constexpr, CHUNK: gl.constexpr,
-    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr,
+    PAGES: gl.constexpr, E: gl.constexpr, COLUMNS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Program (t, c) scores compact columns c*CHUNK.. of query row t."""
+    """Program (t, c) scores compact columns c*CHUNK.. of query row t; WIDE: the pool has offsets in words of 64 bits."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 32])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     WIDTH: gl.constexpr = KB * BLOCK
@@ -163,7 +164,7 @@ def blocks(
         page = _page_of(pages, position, PAGES, E, COLUMNS)
         ahead = _candidate(ids, first + TILE, KB, BLOCK)
         w = prepare_queries(q_ptr, w_ptr, t, q_low, q_high, HEADS, HEADS, M)
-        words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+        words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E, WIDE)
         page = _page_of(pages, ahead, PAGES, E, COLUMNS)
         position = ahead
         ahead = _candidate(ids, first + 2 * TILE, KB, BLOCK)
@@ -171,7 +172,7 @@ def blocks(
         gl.thread_barrier()
         for column in range(first, live, TILE):
             ka, kb, factor = decode(words, scales, M)
-            words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E)
+            words, scales = load_keys(pool_ptr, page, (position % E).to(gl.int32), page > 0, E, WIDE)
             page = _page_of(pages, ahead, PAGES, E, COLUMNS)
             position = ahead
             ahead = _candidate(ids, column + 3 * TILE, KB, BLOCK)

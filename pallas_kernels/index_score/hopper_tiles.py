@@ -82,13 +82,15 @@ def _terms(products, weights):
 
 
 @gluon.jit
-def load_keys(pool, page, entry, mask, E: gl.constexpr):
-    """Keys `entry` of pages `page` (both i32[n] over `key_layout`) -> (i32[n, 4, 4] words, u8[n, 4] scales)."""
+def load_keys(pool, page, entry, mask, E: gl.constexpr, WIDE: gl.constexpr):
+    """Keys `entry` of pages `page` (both i32[n] over `key_layout`) -> (i32[n, 4, 4] words, u8[n, 4] scales). Offsets in words
+    take 64 bits if WIDE."""
+    OFFSET: gl.constexpr = gl.int64 if WIDE else gl.int32
     LG: gl.constexpr = entry.type.layout.parent  # scales
     L3: gl.constexpr = LG.parent  # words
     group = gl.arange(0, 4, gl.SliceLayout(0, LG))
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, L3)))
-    at = gl.expand_dims(gl.expand_dims(page * (E * 17) + entry * 16, 1) + gl.expand_dims(group * 4, 0), 2)
+    at = gl.expand_dims(gl.expand_dims(page.to(OFFSET) * (E * 17) + entry * 16, 1) + gl.expand_dims(group * 4, 0), 2)
     at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
     seen = gl.expand_dims(mask, 1)
     words = gl.load(pool.to(gl.pointer_type(gl.int32)) + at, mask=gl.expand_dims(seen, 2), other=0)

@@ -36,6 +36,12 @@ class Spec:
         return self.columns * self.page_entries
 
     @property
+    def pool_shape(self) -> tuple[int, int]:
+        """[P, bytes] of the pool: a page that nobody has and those that hold every request's context."""
+        used = min(codecs.cdiv(self.context + self.span, self.page_entries), self.columns)
+        return 1 + self.batch * used, self.page_entries * codecs.index_record_bytes(self.dim)
+
+    @property
     def scored(self) -> int:
         """Columns computed for each row."""
         return min(self.context, self.blocks * self.block_size) if self.blocks else self.context
@@ -67,7 +73,7 @@ class Spec:
         inputs = dict(
             q=random_queries(rng, (self.rows, self.heads), self.dim),
             head_weights=weights.astype(ml_dtypes.bfloat16),
-            index_pool=random_index_pages(rng, 1 + self.batch * used, self.page_entries, self.dim),
+            index_pool=random_index_pages(rng, self.pool_shape[0], self.page_entries, self.dim),
             table=table,
         )
         visible = np.minimum(self.context + np.tile(np.arange(self.span), self.batch), self.capacity)
@@ -114,6 +120,7 @@ SMALL_BLOCKS = Spec("small_blocks", 2, 6, 32, 128, 128, 9, 1021, blocks=64)
 M384_16K = Spec("m384_16k", 64, 6, 32, 128, 128, 132, 16384)
 M384_FULL1 = Spec("m384_full1", 64, 6, 32, 128, 128, 264, 32768)
 M384_1M = Spec("m384_16k_of_1m", 64, 6, 32, 128, 128, 8192, 16384, fill=False)
+CAPACITY_1M = Spec("capacity_1m", 128, 6, 32, 128, 128, 8192, 2**20 - 6)  # a pool of 9.1 GB, never made whole
 M384_BLOCKS = Spec("m384_blocks", 64, 6, 32, 128, 128, 264, 32768, blocks=2048)
 
 CPU_SPECS = (TINY, TINY_ODD)
@@ -127,20 +134,23 @@ BENCH_BLOCK_SPECS = BLOCK_SPECS = (M384_BLOCKS,)
 def deviceless_case(name: str):
     """(function, arguments) for a compile without a GPU (tests/deviceless.py): "m384_16k" for the Hopper kernel,
     "m384_blocks:gather" for the one that gathers row by row, "m384_16k:blackwell" for the Triton one, for the target in
-    DEVICELESS_CAPABILITY."""
+    DEVICELESS_CAPABILITY; with ":capacity_1m" behind it the pool is as large as CAPACITY_1M's."""
     import os
 
     import jax
 
     from pallas_kernels.index_score import blackwell, hopper
 
-    name, _, kind = name.partition(":")
+    name, *kinds = name.split(":")
     spec = next(s for s in (*GPU_SPECS, *GPU_BLOCK_SPECS, *BENCH_SPECS, *BENCH_BLOCK_SPECS) if s.name == name)
     inputs = dataclasses.replace(spec, batch=2, context=2 * spec.page_entries).make_inputs(0)
+    shapes = {k: v.shape for k, v in inputs.items()}
+    if CAPACITY_1M.name in kinds:
+        shapes["index_pool"] = CAPACITY_1M.pool_shape
     module, extra = hopper, {}
-    if kind == "blackwell":
+    if "blackwell" in kinds:
         module, extra = blackwell, {"capability": int(os.environ["DEVICELESS_CAPABILITY"])}
-    if kind == "gather":
+    if "gather" in kinds:
         extra = {"window": None}
 
     def function(*arrays):
@@ -149,4 +159,4 @@ def deviceless_case(name: str):
             return module.index_score_blocks(**inner, block_size=spec.block_size)
         return module.index_score(**inner)
 
-    return function, tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs.values())
+    return function, tuple(jax.ShapeDtypeStruct(shapes[k], v.dtype) for k, v in inputs.items())
