@@ -10,7 +10,7 @@ import model_harness as harness
 import numpy as np
 import pytest
 
-from dsv41_jax import linear
+from dsv41_jax import linear, model
 from dsv41_jax.dspark import propose
 from dsv41_jax.model import Network, forward, head
 from dsv41_jax.options import DecodeOptions
@@ -78,7 +78,7 @@ def test_rounding_the_rows_changes_nothing_else():
     *got, rounded = interpreted(*inputs, **spec.options | {"round_trip": True})
     for a, b in zip(got, interpreted(*inputs, **spec.options), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    np.testing.assert_array_equal(np.asarray(rounded), np.asarray(fp8_round_trip(got[1])))
+    assert np.asarray(rounded).tobytes() == np.asarray(fp8_round_trip(got[1])).tobytes()
     assert (np.asarray(rounded) != np.asarray(got[1])).mean() > 0.3
     apart = site_to_site(*inputs, **spec.options | {"round_trip": True}, impl="reference")
     np.testing.assert_array_equal(np.asarray(apart[5]), np.asarray(fp8_round_trip(apart[1])))
@@ -101,7 +101,7 @@ def test_falls_back_with_a_reason():
     arguments = BY_NAME["tiny"].make_inputs(0)[:6]
     streams, *rest = arguments
     told = explain(*arguments, arch="sm_90")
-    assert told["chosen"] == "fused" and "never timed" not in told
+    assert told == {"chosen": "fused"}
     told = explain(*arguments, arch="cpu")
     assert told["chosen"] == "reference" and "is for sm_90" in told["fused"]
     assert "float32" in explain(streams.astype(jnp.float32), *rest, arch="sm_90")["fused"]
@@ -142,10 +142,8 @@ def runs(monkeypatch):
 
         return run
 
-    run = recorded(fused.hyper_leave, 5)
-    rounding = functools.partial(run, rounds=True)
-    kernels = (Implementation(n, f, refuses=fused.refuses) for n, f in (("fused", run), ("fused_round_trip", rounding)))
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", (*kernels, api.IMPLEMENTATIONS[-1]))
+    kernel = Implementation("fused", recorded(fused.hyper_leave, 5), refuses=fused.refuses)
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (kernel, api.IMPLEMENTATIONS[-1]))
     monkeypatch.setattr(fused, "finish", recorded(fused.finish, 1))
     return found
 
@@ -168,22 +166,25 @@ def inputs_of(net: Network):
 
 def test_the_model_computes_the_same_with_it(runs, monkeypatch):
     """A FULL1 and a REUSE layer, to compile little. A bf16 value of the streams may round the other way where sums take
-    another order; few do, so the median is tight."""
+    another order; few do, so the median is tight. Rows that the entry rounds through FP8 have the bits of those that go
+    through it apart."""
     weights = copy.copy(harness.params("all_kinds"))
     weights.layers = weights.layers[1::2]
     logits, rounded, plain = {}, [], linear.fp8_round_trip
     monkeypatch.setattr(linear, "fp8_round_trip", lambda x, **which: rounded.append(x.shape) or plain(x, **which))
-    for impl in ("reference", "fused", "fused_round_trip"):
+    for way in ("reference", "fused", "apart"):
         runs.clear()
         rounded.clear()
-        net = with_it("all_kinds", impl, num_hidden_layers=2, compress_ratios=(1, 1), kv_source_layer_ids=(0,),
+        if way == "apart":
+            monkeypatch.setattr(model, "wants_round_trip", lambda *_: False)
+        net = with_it("all_kinds", "reference" if way == "reference" else "fused", num_hidden_layers=2, compress_ratios=(1, 1), kv_source_layer_ids=(0,),
                       index_source_layer_ids=(0,), candidate_source_layer_id=0, num_nextn_predict_layers=0,
                       engram_layer_ids=(), engram_num_embeddings=(), dspark_target_layer_ids=())  # fmt: skip
-        logits[impl] = np.asarray(jax.jit(functools.partial(run_model, net))(weights, *inputs_of(net)))
-        assert len(runs) == (0 if impl == "reference" else 6)
+        logits[way] = np.asarray(jax.jit(functools.partial(run_model, net))(weights, *inputs_of(net)))
+        assert len(runs) == (0 if way == "reference" else 6)
         # five products a layer; three sites hand on, and round for the first product of the next one
-        assert len(rounded) == 2 * 5 - (3 if impl == "fused_round_trip" else 0)
-    assert logits["fused_round_trip"].tobytes() == logits["fused"].tobytes()
+        assert len(rounded) == 2 * 5 - (3 if way == "fused" else 0)
+    assert logits["apart"].tobytes() == logits["fused"].tobytes()
     got, want = logits["fused"], logits["reference"]
     assert np.median(np.abs(got - want)) <= 1e-3 * want.std()
     assert (got.argmax(-1) == want.argmax(-1)).mean() >= 0.9
@@ -223,16 +224,17 @@ def test_the_draft_stages_hand_on(runs):
 @pytest.mark.skipif(deviceless.missing() is not None, reason=str(deviceless.missing()))
 @pytest.mark.parametrize("target", deviceless.TARGETS)
 def test_compiles_to_tensor_core_products_without_spills(target):
-    compiled = deviceless.compile_for(target, "pallas_kernels.hyper_leave.specs:deviceless_case", "verify")
-    rounding = deviceless.compile_for(target, "pallas_kernels.hyper_leave.specs:deviceless_case", "verify_round_trip")
-    assert len(rounding.kernels) == 2 and not rounding.spill_bytes
-    assert "cvt.rn.satfinite.e4m3x2.f32" in rounding.matching("hyper_finish").ptx
-    leave, finish = compiled.matching("hyper_leave"), compiled.matching("hyper_finish")
-    assert len(leave.kernels) == len(finish.kernels) == 1 and leave.spill_bytes == finish.spill_bytes == 0
+    compiled = deviceless.compile_all(target, "pallas_kernels.hyper_leave.specs:deviceless_case", ("verify", "verify_round_trip"))
+    leave, *finish = compiled["verify"].matching("hyper_leave"), *[c.matching("hyper_finish") for c in compiled.values()]
+    assert all(len(c.kernels) == 2 and not c.spill_bytes for c in compiled.values())
+    assert ["cvt.rn.satfinite.e4m3x2.f32" in f.ptx for f in finish] == [False, True]
+    # many programs of one warp on a multiprocessor hide one another's chains
+    assert max(f.registers for f in finish) <= 80
     assert ("wgmma.mma_async" if target == "sm_90a" else "tcgen05.mma") in leave.ptx
     assert deviceless.unfenced_products(leave.ptx) == 0
-    # streams and fn run ahead, 16 bytes a lane; of the streams in registers every value is there once
-    assert leave.ptx.count("cp.async.cg.shared.global") >= 4 * 13 and leave.registers <= 128
+    # streams and fn run ahead, 16 bytes a lane; of the streams in registers every value is there once. One program
+    # is on a multiprocessor, so that registers beyond 128 push none off it
+    assert leave.ptx.count("cp.async.cg.shared.global") >= 4 * 13 and leave.registers <= (176 if target == "sm_90a" else 128)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """hyper_leave: the exit of a site, where it pays with what the entry of the next one reads (spec/model.md section 3)."""
 
-import functools
-
 from ..fp8_round_trip.api import fp8_round_trip
 from ..hyper_coefficients.api import Static, hyper_coefficients
 from ..hyper_enter.api import hyper_enter
@@ -11,11 +9,8 @@ from .reference import Ahead
 
 IMPLEMENTATIONS = (
     Implementation("fused", fused.hyper_leave, fused.ARCHES, fused.refuses),
-    # the same, and the entry of the next site rounds its rows through FP8
-    Implementation("fused_round_trip", functools.partial(fused.hyper_leave, rounds=True), fused.ARCHES, fused.refuses,
-                   by_name_only=fused.UNMEASURED),
     Implementation("reference", reference.hyper_leave),
-)  # fmt: skip
+)
 
 
 def _validate(streams, y, post, comb, pre, fn):
@@ -71,11 +66,11 @@ def enter_next(
 
     eps: of both norms; iterations, mix_eps: of the coefficients. enter_impl, coefficients_impl: implementations of the two
     where nothing is ahead. Returns (u dtype[T, H], rounded, pre f32[T, M], post f32[T, M], comb f32[T, M, M]). rounded: with
-    round_trip, and where that costs no pass of its own (`Ahead.rounds`), u through FP8, dtype[T, H]; else None."""
+    round_trip, and where that costs no pass of its own (something is ahead), u through FP8, dtype[T, H]; else None."""
     m = streams.shape[1]
     if ahead is not None:
         u, *rounded, pre, post, comb = fused.finish(
-            ahead, weight, scale, base, static=Static(m, iterations, mix_eps), eps=eps, round_trip=round_trip and ahead.rounds
+            ahead, weight, scale, base, static=Static(m, iterations, mix_eps), eps=eps, round_trip=round_trip
         )
         return u, rounded[0] if rounded else None, pre, post, comb
     u, r = hyper_enter(streams, pre, weight, eps=eps, impl=enter_impl)

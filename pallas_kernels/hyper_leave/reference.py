@@ -18,14 +18,12 @@ class Ahead:
     """What the next site needs of the streams, made while they were at hand.
 
     x,        # bf16[T, H]: the streams collapsed with the exit's `pre`
-    partial,  # f32[chunks, T, >= 3 * N + 1]: partial sums of streams @ fn^T in its three parts and, in column 3 * N, of the
-              # squares; what lies beyond is not written
-    rounds: whether the entry can round its rows through FP8 in the same pass
+    partial,  # f32[chunks, T, >= N + 2]: partial sums of streams @ fn^T, in column N of the streams' squares, in column
+              # N + 1 of those of x; what lies beyond is undefined
     """
 
     x: jax.Array
     partial: jax.Array
-    rounds: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def expand(
