@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from .codecs import FP4_MAX, FP8_FLOOR, FP8_MAX, GROUP, MXFP4_FLOOR
 from .triton_e4m3 import bits_of, ceil_exponent, float_of
 
 # Pallas gives Triton offsets in elements: of 64 bits into arrays of more than so many bytes, into others signed ones of 32,
 MOST_NARROW_BYTES = 2**32
-MOST_NARROW_ELEMENTS = 2**31  # which reach so many. Between the two lie arrays of single bytes.
+MOST_NARROW_ELEMENTS = 2**31  # which reach so many. Between the two lie arrays of single bytes, but none of pairs of bytes.
 WARP_CHANNELS = 128  # channels of one warp: 8 bytes of bf16 and 16 of f32 a lane
 
 
@@ -23,13 +24,47 @@ def refuses_rows(dim: int, pairs: int, *pools) -> str | None:
 
 def refuses_size(array) -> str | None:
     """Why a kernel that indexes `array` as a whole would not reach all of it, or None."""
-    size = array.size * array.dtype.itemsize
-    if array.size > MOST_NARROW_ELEMENTS and size <= MOST_NARROW_BYTES:
+    if _too_narrow(array):
         return (
-            f"an array of {size} bytes: offsets of more than {MOST_NARROW_ELEMENTS} elements have 64 bits only in arrays of more "
+            f"an array of {array.size * array.dtype.itemsize} bytes: offsets of more than {MOST_NARROW_ELEMENTS} elements have 64 bits only in arrays of more "
             f"than {MOST_NARROW_BYTES} bytes"
         )
     return None
+
+
+def _too_narrow(array) -> bool:
+    return array.size > MOST_NARROW_ELEMENTS and array.size * array.dtype.itemsize <= MOST_NARROW_BYTES
+
+
+def within_reach(
+    pool,  # u8[..., N], N even
+):
+    """The pool, or where offsets would not reach all of its bytes u16[..., N/2]: a view, for XLA too, which copies nothing."""
+    if not _too_narrow(pool):
+        return pool
+    return jax.lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.uint16)
+
+
+def as_bytes(
+    pool,  # u8[..., N] or u16[..., N/2] of `within_reach`
+):
+    """The pool as it was before `within_reach`, u8[..., N]."""
+    if pool.dtype == jnp.uint8:
+        return pool
+    return jax.lax.bitcast_convert_type(pool, jnp.uint8).reshape(*pool.shape[:-1], -1)
+
+
+def store_bytes(
+    pool,  # ref u8[..., N], or u16[..., N/2] of `within_reach`: then `first` and n are even
+    *at,  # i32[], all but the last of which index the leading axes and the last is the first byte
+    values,  # u8[n]
+):
+    """Store values to bytes first..first+n-1 of a row of the pool."""
+    *row, first = at
+    if pool.dtype == jnp.uint16:
+        low, high = jnp.unstack(values.reshape(-1, 2).astype(jnp.uint16), axis=1)
+        values, first = low | (high << 8), first >> 1
+    pool[*row, pl.ds(first, values.size)] = values
 
 
 def warps(dim: int) -> int:

@@ -18,7 +18,7 @@ from dsv41_jax.compressor import produce
 from dsv41_jax.options import DecodeOptions
 from dsv41_jax.plan import plan_step
 from dsv41_jax.precision import precision
-from pallas_kernels import codecs
+from pallas_kernels import codecs, triton_rows
 from pallas_kernels.global_producer import api as producer_api
 from pallas_kernels.global_producer import explain, global_producer, reference, two_launches
 from pallas_kernels.global_producer.specs import BY_NAME, SPECS, deviceless_case
@@ -188,6 +188,18 @@ def test_the_order_of_the_programs_changes_nothing(span, monkeypatch):
     assert (want[2] != np.asarray(inputs[2])).any((2, 3)).sum() == 2 * span
 
 
+def test_pools_written_in_pairs_of_bytes(monkeypatch):
+    """As pools between 2 and 4 GiB are."""
+    monkeypatch.setattr(triton_rows, "MOST_NARROW_ELEMENTS", 0)
+    spec = dataclasses.replace(R2, keys=64)
+    inputs = spec.make_inputs(10)
+    assert [triton_rows.within_reach(pool).dtype for pool in inputs[:2]] == [jnp.uint16] * 2
+    got = two_launches.global_producer.__wrapped__(*inputs, **spec.options, interpret=True)
+    for g, w in zip(got, results("reference", spec, inputs), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype and np.asarray(g).tobytes() == w.tobytes()
+    assert (np.asarray(got[1]) != np.asarray(inputs[1])).any()
+
+
 def steps(accepted: int, rounds: int = 3):
     """A request drafts 5 tokens a step, `accepted` of them stay: [(start, values, gates)], and the committed sequence."""
     rng = np.random.default_rng(accepted)
@@ -334,10 +346,11 @@ def test_refusals_name_the_reason():
     plain = changed(inputs, global_pool=jnp.zeros((9, 8, 64)), index_pool=jnp.zeros((9, 8, 32)))
     with pytest.raises(ValueError, match="u8 records"):
         global_producer(*plain, eps=1e-6, impl="two_launches")
-    huge = changed(inputs, global_pool=jax.ShapeDtypeStruct((2**17, 2**9, 36), jnp.uint8))
+    huge = changed(inputs, index_pool=jax.ShapeDtypeStruct((2**17, 2**10 * 17), jnp.uint8))  # of 16 bytes and an odd one
     assert "2147483648" in two_launches.refuses(*huge, **R1.options)
-    for arch in two_launches.ARCHES:  # pools of a million tokens
-        assert explain(*deviceless_case("verify_r1_1m")[1], **R1.options, arch=arch) == {"chosen": "two_launches"}
+    for name in ("verify_r1_1m", "verify_r2_1m", "eight_r1_1m"):
+        for arch in two_launches.ARCHES:
+            assert explain(*deviceless_case(name)[1], **R1.options, arch=arch) == {"chosen": "two_launches"}
 
 
 def test_errors_name_the_shapes():
@@ -364,7 +377,7 @@ def test_errors_name_the_shapes():
 def test_compiles_to_two_kernels_in_place_without_spills(target):
     cases = deviceless.compile_all(
         target, "pallas_kernels.global_producer.specs:deviceless_case",
-        ("verify_r1", "verify_r2", "tiny_prefill", "verify_r1_1m"),
+        ("verify_r1", "verify_r2", "tiny_prefill", "verify_r1_1m", "verify_r2_1m", "eight_r1_1m"),
     )  # fmt: skip
     for name, compiled in cases.items():
         for part in ("global_entries", "index_keys"):
@@ -372,7 +385,12 @@ def test_compiles_to_two_kernels_in_place_without_spills(target):
             assert len(kernel.kernels) == 1 and kernel.spill_bytes == 0 and kernel.registers <= 64, (name, part)
             assert "griddepcontrol.wait" in kernel.ptx
         assert compiled.hlo.count("output_to_operand_aliasing") == 2 and " copy(" not in compiled.hlo, name
+        made = set(re.findall(r" = u(?:8|16)\[\S+ ([\w-]+)\(", compiled.hlo))
+        assert made <= {"parameter", "bitcast", "custom-call", "get-tuple-element"}, (name, made)
     assert "ld.global.v4.b32" in cases["verify_r2"].matching("global_entries").ptx
+    for name, part in (("verify_r2_1m", "index_keys"), ("eight_r1_1m", "global_entries")):  # of 2 to 4 GiB
+        ptx = cases[name].matching(part).ptx
+        assert "st.global.b16" in ptx and "st.global.b8" not in ptx and re.search(r"mul\.wide\.s32\s[^;]*, 2;", ptx), name
     # the page times its bytes: 64 bits of product where the pool is large, 32 where it is small
     page, entry = BY_NAME["verify_r1"].entries * 288, 288
     for name, product, other in (("verify_r1_1m", "mul.wide.u32", "lo.s32"), ("verify_r1", "lo.s32", "mul.wide.u32")):
@@ -397,10 +415,11 @@ def test_kernels_equal_the_definition_on_the_gpu(spec):
 
 
 @pytest.mark.gpu
-def test_records_lie_where_they_should_in_pools_of_more_than_4_gib():
+@pytest.mark.parametrize("pages", [500_000, 400_000, 100_000])  # 18.4 and 4.35 GB, 14.7 and 3.48, 3.69 and 0.87
+def test_records_lie_where_they_should_in_large_pools(pages):
     """The same rows into small pools and over all of large ones: the same records, and nothing else changed."""
     spec = BY_NAME["verify_r1"]
-    keys, entries, pages = spec.keys * 17 // 32, spec.entries, 500_000  # 18.4 and 4.35 GB
+    keys, entries = spec.keys * 17 // 32, spec.entries
     run = jax.jit(lambda *a: two_launches.global_producer(*a, **spec.options)[:2], donate_argnums=(0, 1))
 
     @jax.jit

@@ -109,6 +109,18 @@ def test_every_operator_tells_what_it_uses(config, arch):
             assert reasons["chosen"] == "reference"
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
+def test_every_operator_has_a_kernel_at_a_million_tokens(arch):
+    """Whatever the batch: pools of one byte an element on either side of 2 GiB, of 4 and of 8, and between them."""
+    pytest.importorskip("triton")
+    for batch in (1, 2, 4, 8, 12, 14, 16, 28, 32, 48, 60, 64, 96, 120, 128):
+        told = explain_operators(FLASH, DecodeOptions(), batch=batch, context=1 << 20, ranks=4, arch=arch)
+        left = {operator: why for operator, why in told.items() if why["chosen"] == "reference"}
+        if arch == "sm_90":  # minds the order of the weights, which `explain` cannot know
+            assert "shuffle_weights" in left.pop("experts")["hopper"]
+        assert not left, (batch, left)
+
+
 def test_options_by_name_are_reported_as_such():
     options = DecodeOptions(default_implementation="reference", implementations=(("router", "auto"),))
     told = explain_operators(TINY, options, batch=1, context=128, arch="cpu")

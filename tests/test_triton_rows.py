@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_rows import refuses_size
+from pallas_kernels.triton_rows import as_bytes, refuses_size, within_reach
 
 COLUMNS = 64
 H200 = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu"))
@@ -55,3 +55,13 @@ def test_arrays_are_refused_where_their_offsets_are_too_narrow(dtype, elements, 
     assert widths == [bits] * 3
     assert (refuses_size(pool) is None) == taken
     assert taken == (elements - 1 < 2 ** (min(widths) - 1))
+
+
+@pytest.mark.parametrize("elements", [2**31 + 2 * COLUMNS, 2**32])
+def test_a_view_in_pairs_of_bytes_is_within_reach(elements):
+    pool = jax.ShapeDtypeStruct((elements // (2 * COLUMNS), 2 * COLUMNS), jnp.uint8)
+    pairs = jax.eval_shape(within_reach, pool)
+    assert refuses_size(pairs) is None and pairs.size - 1 < 2 ** (min(offset_widths(pairs)) - 1)
+    assert jax.eval_shape(as_bytes, pairs) == pool
+    for other in (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((2**25, COLUMNS), (2**26 + 1, COLUMNS))):
+        assert jax.eval_shape(within_reach, other) == other

@@ -126,9 +126,13 @@ SPECS = (
     GlobalProducerSpec("verify_r2", 2, 64, 6),
     GlobalProducerSpec("verify_r1", 1, 64, 6),
 )
-# Shapes only, of 64 requests of a million tokens: 19 GB of pools that no test fills
-MILLION = GlobalProducerSpec("verify_r1_1m", 1, 64, 6, context=1 << 20)
-BY_NAME = {s.name: s for s in (*SPECS, MILLION)}
+# Shapes only, of requests of a million tokens: up to 24 GB of pools that no test fills. Between 2 and 4 GiB lie the last
+# one's global pool and the index pool of the one before.
+MILLION = tuple(
+    GlobalProducerSpec(name, ratio, requests, 6, context=1 << 20)
+    for name, ratio, requests in (("verify_r1_1m", 1, 64), ("verify_r2_1m", 2, 64), ("eight_r1_1m", 1, 8))
+)
+BY_NAME = {s.name: s for s in (*SPECS, *MILLION)}
 
 
 def deviceless_case(name: str):

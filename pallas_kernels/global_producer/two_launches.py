@@ -15,7 +15,18 @@ from jax.experimental import pallas as pl
 from ..codecs import FP8_MAX, GROUP, NV_GROUP, NVFP4_FLOOR, sixth, to_e2m1
 from ..row_ops import matmul
 from ..triton_e4m3 import code_of, value_of
-from ..triton_rows import largest, mxfp4_codes, normalised, refuses_rows, rotated, warps
+from ..triton_rows import (
+    as_bytes,
+    largest,
+    mxfp4_codes,
+    normalised,
+    refuses_rows,
+    refuses_size,
+    rotated,
+    store_bytes,
+    warps,
+    within_reach,
+)
 from .reference import pending_row, pool_rows
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
@@ -31,8 +42,9 @@ def refuses(
         return f"latents are {dtype}, the kernels are for bfloat16"
     if global_pool.dtype != jnp.uint8 or index_pool.dtype != jnp.uint8:
         return f"pools are {global_pool.dtype} and {index_pool.dtype}, the kernels write u8 records"
-    pools = (global_pool, index_pool) if pending is None else (global_pool, index_pool, pending)
-    return refuses_rows(value.shape[1], cos.shape[1], *pools) or refuses_rows(wk.shape[0], cos.shape[1])
+    if reason := refuses_rows(value.shape[1], cos.shape[1]) or refuses_rows(wk.shape[0], cos.shape[1]):
+        return reason
+    return refuses_size(index_pool) if wk.shape[0] // GROUP % 2 else None  # an odd number of scales makes no pairs
 
 
 def _store_entry(row, latent, cos, sin, slots, pool):
@@ -49,12 +61,13 @@ def _store_entry(row, latent, cos, sin, slots, pool):
     @pl.when((slot >= 0) & (slot < pages * per_page))
     def _store():
         page, entry = slot // per_page, slot % per_page
-        pool[page, entry, pl.ds(0, dim // 2)] = packed
-        pool[page, entry, pl.ds(dim // 2, dim // NV_GROUP)] = code.astype(jnp.uint8)
+        store_bytes(pool, page, entry, 0, values=packed)
+        store_bytes(pool, page, entry, dim // 2, values=code.astype(jnp.uint8))
 
 
 def _entries(value, norm, cos, sin, slots, _, latent, pool, *, eps: float):
-    """Ratio 1: the row is the value. Whole arrays; pool is the output that aliases the input before it."""
+    """Ratio 1: the row is the value. Whole arrays; pool is the output that aliases the input before it, of either width of
+    `within_reach`."""
     row = pl.program_id(0)
     out = normalised(value[row, :].astype(jnp.float32), norm[:].astype(jnp.float32), eps)
     latent[row, :] = out
@@ -101,7 +114,7 @@ def _keys(keys, norm, cos, sin, slots, _, pool, *, eps: float):
     """Normalise, rotate, quantise and store the index key of a row; payload and scales go to their planes."""
     row, dim = pl.program_id(0), norm.shape[0]
     half, groups = dim // 2, dim // GROUP
-    per_page, slot = pool.shape[1] // (half + groups), slots[row]
+    per_page, slot = pool.shape[1] * pool.dtype.itemsize // (half + groups), slots[row]
     key = normalised(keys[row, :].astype(jnp.float32), norm[:].astype(jnp.float32), eps)
     even, odd = rotated(key, cos, sin, row)
     low, high, exponent = mxfp4_codes(even, odd)
@@ -110,8 +123,8 @@ def _keys(keys, norm, cos, sin, slots, _, pool, *, eps: float):
     @pl.when((slot >= 0) & (slot < pool.shape[0] * per_page))
     def _store():
         page, entry = slot // per_page, slot % per_page
-        pool[page, pl.ds(entry * half, half)] = packed
-        pool[page, pl.ds(per_page * half + entry * groups, groups)] = exponent.astype(jnp.uint8)
+        store_bytes(pool, page, entry * half, values=packed)
+        store_bytes(pool, page, per_page * half + entry * groups, values=exponent.astype(jnp.uint8))
 
 
 def _call(body, operands, pools, rows: int, dim: int, name: str, interpret: bool, latent: bool):
@@ -139,6 +152,7 @@ def global_producer(
     """See `api.global_producer`."""
     del dtype
     t, dim = value.shape
+    global_pool, index_pool = within_reach(global_pool), within_reach(index_pool)
     if gate is None:
         latent, global_pool = _call(functools.partial(_entries, eps=eps), (value, norm, cos, sin, global_slots),
                                     (global_pool,), t, dim, "global_entries", interpret, True)  # fmt: skip
@@ -156,4 +170,4 @@ def global_producer(
     keys = matmul(latent, wk)
     (index_pool,) = _call(functools.partial(_keys, eps=eps), (keys, key_norm, cos, sin, index_slots), (index_pool,), t,
                           wk.shape[0], "index_keys", interpret, False)  # fmt: skip
-    return global_pool, index_pool, pending
+    return as_bytes(global_pool), as_bytes(index_pool), pending
