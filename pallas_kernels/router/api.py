@@ -12,7 +12,7 @@ def _reference(x, gate, bias, *, k, scale, precision):
 
 
 IMPLEMENTATIONS = (
-    Implementation("two_kernels", two_kernels.router, two_kernels.ARCHES, two_kernels.refuses, two_kernels.BY_NAME_ONLY),
+    Implementation("two_kernels", two_kernels.router, two_kernels.ARCHES, two_kernels.refuses),
     Implementation("one_kernel", one_kernel.router, one_kernel.ARCHES, one_kernel.refuses),
     Implementation("reference", _reference),
 )
