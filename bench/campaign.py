@@ -13,6 +13,7 @@ time left does not cover is skipped and said so. Exit status: 0 if everything as
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import subprocess
@@ -128,13 +129,24 @@ def chosen(names: str | None, ranks: int = 1) -> list[Job]:
     return [known[n] for n in wanted]
 
 
+def minutes(text: str) -> float:
+    """An argparse type: a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
 def main(argv=None) -> int:
     p = argparse.ArgumentParser(prog="bench.campaign", description=__doc__.split("\n\n")[0])
     p.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="where the result files go")
     p.add_argument("--ranks", type=at_least(1), default=1, help="GPUs; more than one: the jobs of the sharded step")
     p.add_argument("--layers", type=at_least(3), default=40, help="of `decode` over several ranks (default 40: all)")
     p.add_argument("--jobs", metavar="NAMES", help="comma-separated, in this order (default: those that --list shows)")
-    p.add_argument("--minutes", type=float, default=60.0, help="time limit for all of it (default 60)")
+    p.add_argument("--minutes", type=minutes, default=60.0, help="time limit for all of it (default 60)")
     p.add_argument("--list", action="store_true", help="print the commands and run none")
     args = p.parse_args(argv)
     try:

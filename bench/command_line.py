@@ -24,6 +24,14 @@ def out_file(text: str) -> str:
     return text
 
 
+def out_folder(text: str) -> str:
+    """An argparse type: a folder that files can be written to, there or to be made."""
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"expected a folder, got the file {text!r}")
+    out_file(os.path.join(text, "file"))
+    return text
+
+
 def run_program(name: str, main: Callable[[], object]) -> None:
     """Run a bench as a program. Ends with status 2 and one line for bad input, 130 if interrupted, and quietly if the
     reader of its output went away. DSV41_TRACEBACK=1 lets the exceptions behind status 2 through."""

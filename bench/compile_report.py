@@ -21,6 +21,7 @@ from dsv41_jax.arguments import at_least
 EXCHANGES = ("gather", "reduce_scatter", "ring", "all_to_all", "ragged")  # --exchange
 ARCHES = {"h200": "sm_90", "b200": "sm_100", "b300": "sm_103"}
 TARGETS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "targets"
+PLUGIN = TARGETS.parents[1] / ".venv" / "deviceless"  # where .ci/setup puts it, out of the sight of other runs
 KINDS = (  # what a parameter counts as, by its path: the first that matches
     ("engram tables", ".engram.table"),
     ("routed experts", ".experts."),
@@ -48,6 +49,21 @@ def parse(argv=None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def network(args):
+    """The ModelConfig of the command line. Raises ValueError for a preset, cut, rank count or exchange that does not fit."""
+    from bench.presets import cut_layers
+    from dsv41_jax.presets import PRESETS
+    from sharding.mesh import check_ranks
+
+    if args.preset not in PRESETS:
+        raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {args.preset!r}")
+    c = PRESETS[args.preset]
+    c = cut_layers(c, args.layers) if args.layers else c
+    check_ranks(c, args.ranks)
+    make_exchange(args.exchange, args.ranks, args.exchange_parts, hidden=c.hidden_size)
+    return c
+
+
 def lower(args, mesh):
     """(jax.stages.Lowered of the step, its Network, abstract parameters, abstract state). Nothing is allocated.
 
@@ -56,23 +72,18 @@ def lower(args, mesh):
     from jax.sharding import NamedSharding
 
     from bench.decode import decode_options, takes_shuffled_experts
-    from bench.presets import cut_layers
     from dsv41_jax.cache import CacheGeometry, PageTables
     from dsv41_jax.expert_order import as_shuffled
     from dsv41_jax.hyper_parts import as_parts
     from dsv41_jax.model import Network
     from dsv41_jax.params import flat_paths
     from dsv41_jax.precision import RELEASED
-    from dsv41_jax.presets import PRESETS
     from dsv41_jax.sampling import pack_sampling
     from dsv41_jax.step import DecodeBatch
     from sharding.rules import abstract_state, batch_spec, global_parameters
     from sharding.step import ShardedSteps
 
-    if args.preset not in PRESETS:
-        raise ValueError(f"preset: expected one of {sorted(PRESETS)}, got {args.preset!r}")
-    c = PRESETS[args.preset]
-    c = cut_layers(c, args.layers) if args.layers else c
+    c = network(args)
     options = decode_options(args)
     page_tokens, rows = 128, args.batch * mesh.size
     columns = -(-(args.context + 1024) // page_tokens)
@@ -92,12 +103,15 @@ def lower(args, mesh):
     return steps.lower_decode(state, batch), net, params, state
 
 
-def make_exchange(name: str, ranks: int, parts: int = 1, spare_sms: int | None = None):
+def make_exchange(name: str, ranks: int, parts: int = 1, spare_sms: int | None = None, hidden: int | None = None):
     """An exchange of `sharding.exchange` by its command-line name, contributions in `parts` parts; "<name>/<parts>" asks
-    for parts by name. Raises ValueError for an unknown name, parts < 1 and spare_sms < 0."""
+    for parts by name. Raises ValueError for an unknown name, parts < 1 or that do not divide `hidden` (if given), and
+    spare_sms < 0."""
     from sharding.exchange import AllToAllExchange, GatherExchange, RingExchange
 
-    name, _, asked = name.partition("/")
+    whole, (name, slash, asked) = name, name.partition("/")
+    if slash and not asked.isdecimal():
+        raise ValueError(f"exchange: expected a number of parts behind the slash, got {whole!r}")
     cut = {"parts": int(asked or parts)} | ({} if spare_sms is None else {"spare_sms": spare_sms})
     known = {
         "gather": lambda: GatherExchange(ranks, **cut),
@@ -108,7 +122,10 @@ def make_exchange(name: str, ranks: int, parts: int = 1, spare_sms: int | None =
     }
     if name not in known:
         raise ValueError(f"exchange: expected one of {', '.join(known)}, got {name!r}")
-    return known[name]()
+    exchange = known[name]()
+    if hidden is not None and hidden % exchange.parts:
+        raise ValueError(f"exchange: expected parts that divide the hidden size {hidden}, got {exchange.parts} of {whole!r}")
+    return exchange
 
 
 def _local_bytes(leaf) -> int:
@@ -168,6 +185,7 @@ def report(args) -> dict:
     target = TARGETS / f"{args.target}.textproto"
     if args.target not in ARCHES:
         raise ValueError(f"target: expected one of {sorted(ARCHES)}, got {args.target!r}")
+    network(args)
     mesh = topology_mesh(target, args.ranks)
     with compiling_for(mesh), registry.compiling_for(ARCHES[args.target]):
         began = time.perf_counter()
@@ -233,6 +251,8 @@ def show(r: dict) -> None:
 def main(argv=None) -> None:
     args = parse(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler is found by its plugin, no GPU is asked for
+    if PLUGIN.is_dir() and "jax" not in sys.modules:
+        sys.path.append(str(PLUGIN))
     # what the benchmarks on a GPU run with; without a device to time them on, Triton's tilings would all be compiled
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     from bench.common import write_json

@@ -22,7 +22,7 @@ import time
 import numpy as np
 
 from bench import checks
-from bench.command_line import out_file, run_program
+from bench.command_line import out_file, out_folder, run_program
 from bench.compile_report import EXCHANGES
 from dsv41_jax.arguments import at_least
 
@@ -56,20 +56,36 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--exchange-parts", type=int, metavar="N", help="column parts in which contributions go home (default: 1)")
     p.add_argument("--exchange-spare-sms", type=int, metavar="N", help="multiprocessors that the experts' product of a later part "
                    "leaves to the transfer of the part before (default: 8)")  # fmt: skip
-    p.add_argument("--profile", metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
+    p.add_argument("--profile", type=out_folder, metavar="DIR", help="trace 4 steps of one more round into DIR (Perfetto, XProf)")
     p.add_argument("--hlo", type=out_file, metavar="FILE", help="write the compiled step's HLO")
     return p.parse_args(argv)
 
 
 def decode_options(args):
-    """DecodeOptions of the command line. Raises ValueError for an unknown word or operator."""
-    from dsv41_jax.options import DecodeOptions
+    """DecodeOptions of the command line. Raises ValueError for an unknown word or operator, and for an implementation that
+    there is not, or not for this device."""
+    from dsv41_jax.options import DecodeOptions, check_implementation
 
     pairs = [part.split("=", 1) for part in args.impl.split(",") if "=" in part]
     words = [part for part in args.impl.split(",") if "=" not in part] or ["auto"]
     if len(words) > 1 or words[0] not in ("auto", "reference"):
         raise ValueError(f"impl: expected auto or reference, once, and operator=name beside it, got {args.impl!r}")
-    return DecodeOptions(words[0], tuple((op, name) for op, name in pairs), getattr(args, "fake_balance", False))
+    options = DecodeOptions(words[0], tuple((op, name) for op, name in pairs), getattr(args, "fake_balance", False))
+    for op, name in options.implementations:
+        check_implementation(op, name, f"impl: {op}")
+    return options
+
+
+def checked_workload(args):
+    """The workload of the command line. Raises ValueError for one, for rounds and for options that cannot be; nothing is
+    allocated."""
+    from bench import presets
+
+    w = presets.workload(args.preset, layers=args.layers, batch=args.batch, context=args.context, capacity=args.capacity)
+    if args.steps * (args.gamma + 1) > w.headroom:
+        raise ValueError(f"steps: expected at most {w.headroom // (args.gamma + 1)} a round, got {args.steps}")
+    decode_options(args)
+    return w
 
 
 def takes_shuffled_experts(options) -> bool:
@@ -144,17 +160,13 @@ class Bench:
     def __init__(self, args, watch: CompileWatch, params=None):
         import jax
 
-        from bench import presets, synthetic
+        from bench import synthetic
         from dsv41_jax.cache import CacheGeometry
         from dsv41_jax.model import Network
         from dsv41_jax.precision import RELEASED
 
         self.args = args
-        self.workload = w = presets.workload(
-            args.preset, layers=args.layers, batch=args.batch, context=args.context, capacity=args.capacity
-        )
-        if args.steps * (args.gamma + 1) > w.headroom:
-            raise ValueError(f"steps: expected at most {w.headroom // (args.gamma + 1)} a round, got {args.steps}")
+        self.workload = w = checked_workload(args)
         pages = 1 + w.batch * -(-w.capacity // w.page_tokens)
         self.geometry = CacheGeometry(w.batch, pages, w.page_tokens, span=args.gamma + 1)
         start = time.perf_counter()
@@ -341,17 +353,28 @@ def explain_experts(experts, c, rows: int, ranks: int = 1) -> dict[str, str]:
                        shape((rows, k), jnp.float32), *weights, swiglu_limit=c.swiglu_limit)  # fmt: skip
 
 
-def make_bench(args, watch: CompileWatch) -> Bench:
-    """Raises ValueError for what describes an exchange without ranks."""
+def check(args) -> None:
+    """Raises ValueError for what cannot be run: a workload, options, ranks, or an exchange without ranks."""
+    w = checked_workload(args)
     if args.ranks:
-        from bench.ranks import RanksBench
+        from bench.ranks import exchange_over
 
-        return RanksBench(args, watch)
+        exchange_over(args, w.config)
+        return
     if args.exchange:
         raise ValueError(f"--exchange {args.exchange}: expected --ranks beside it")
     for name in ("exchange_parts", "exchange_spare_sms"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected --ranks beside it")
+
+
+def make_bench(args, watch: CompileWatch) -> Bench:
+    """Raises ValueError as `check`."""
+    check(args)
+    if args.ranks:
+        from bench.ranks import RanksBench
+
+        return RanksBench(args, watch)
     return Bench(args, watch)
 
 
@@ -361,6 +384,7 @@ def main(argv=None) -> dict:
     watch = CompileWatch()
     from bench import common, tracing
 
+    check(args)
     peaks = common.measure_peaks()
     print(f"copy {peaks.copy_gbps:.0f} GB/s, bf16 {peaks.bf16_tflops:.0f}, fp8 {peaks.fp8_tflops:.0f} TFLOP/s", flush=True)
     bench = make_bench(args, watch)

@@ -36,6 +36,21 @@ def parse(argv=None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def check(args, names) -> None:
+    """Raises ValueError for exchanges, and for rows, experts and widths, that cannot be measured; nothing is allocated."""
+    from bench.compile_report import make_exchange
+    from pallas_kernels.codecs import GROUP
+
+    if args.experts % args.ranks:
+        raise ValueError(f"ranks: expected a divisor of --experts {args.experts}, got {args.ranks}")
+    if args.top > args.experts // args.ranks:  # all experts of a row may be on one rank
+        raise ValueError(f"top: expected at most the {args.experts // args.ranks} experts of one rank, got {args.top}")
+    if args.hidden % GROUP:
+        raise ValueError(f"hidden: expected a multiple of {GROUP}, got {args.hidden}")
+    for name in names:
+        make_exchange(name, args.ranks, hidden=args.hidden)
+
+
 def make_rows(args, kind: str = "random"):
     """(x bf16[N, R*T, H], ids i32[N, R*T, K], weights f32[N, R*T, K]) on the host, N = ROTATE; "one rank": every row
     wants experts of the last rank alone."""
@@ -244,8 +259,9 @@ def main(argv=None) -> None:
     from bench.common import environment, write_json
     from sharding.mesh import make_mesh
 
-    mesh = make_mesh(args.ranks)
     names = args.exchanges.split(",")
+    check(args, names)
+    mesh = make_mesh(args.ranks)
     result = {"what": {k: v for k, v in vars(args).items() if k != "out"}, "devices": [d.device_kind for d in jax.devices()],
               "environment": environment(args.seed)}  # fmt: skip
     save = lambda: args.out and write_json(args.out, result)

@@ -10,7 +10,6 @@ peaks of the same run, checks, medians and minima.
 import argparse
 import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from pallas_kernels.experts import hopper, layout, reference, requantise, route
 from pallas_kernels.experts.specs import FULL, ExpertsSpec
 
 from . import common, timing
+from .command_line import out_file, run_program
 
 ROTATE = 8
 SEED = 100
@@ -137,8 +137,8 @@ def clock(function, rotation, dispatches: int = 4, profile: bool = False) -> dic
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path)
+    parser = argparse.ArgumentParser(prog="bench.experts", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=out_file, metavar="FILE", help="default bench/results/experts_<device>.json")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--parts", default="n32_g4")
     parser.add_argument(
@@ -148,7 +148,13 @@ def main(argv=None) -> None:
         "--only-parts", action="store_true", help="no checks, no whole operator, a file only with --out"
     )
     options = parser.parse_args(argv)
-    whole = not options.only_parts
+    whole, asked = not options.only_parts, [options.variants, options.parts]
+    if unknown := {name for text in asked for name in text.split(",")} - set(VARIANTS):
+        parser.error(f"expected variants and parts among {', '.join(VARIANTS)}, got {', '.join(map(repr, sorted(unknown)))}")
+    if bad := [name for name in options.parts.split(",") if "n" not in VARIANTS[name]]:
+        parser.error(f"--parts: expected variants with a tile width, got {', '.join(bad)}")
+    if jax.default_backend() != "gpu":
+        parser.error(f"expected a GPU, the default backend is {jax.default_backend()}")
     head, peaks = common.environment(), common.measure_peaks()
     print(f"{head['device']}, jax {jax.__version__}, {peaks}", flush=True)
     names = options.variants.split(",")
@@ -191,4 +197,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.experts", main)

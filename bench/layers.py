@@ -79,7 +79,7 @@ def read_trace(folder, module: str = "jit_bound", gpu: int = 0) -> list[Event]:
     """Kernels of the newest trace below `folder` on one GPU, by start, those of other modules left out. A trace may
     be the profiler's own file or the Perfetto file beside it.
 
-    Raises FileNotFoundError without a trace."""
+    Raises FileNotFoundError without a trace, ValueError for one that cannot be read."""
     import jax
 
     found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
@@ -89,7 +89,11 @@ def read_trace(folder, module: str = "jit_bound", gpu: int = 0) -> list[Event]:
             raise FileNotFoundError(f"{folder}: no *.xplane.pb and no *.trace.json.gz below it")
         return _read_perfetto(found[-1], module, gpu)
     events = []
-    for plane in jax.profiler.ProfileData.from_file(str(found[-1])).planes:
+    try:
+        data = jax.profiler.ProfileData.from_file(str(found[-1]))
+    except RuntimeError as e:
+        raise ValueError(f"{found[-1]}: expected a profiler trace ({e})") from None
+    for plane in data.planes:
         if not plane.name.endswith(f"GPU:{gpu}"):
             continue
         for line in plane.lines:
@@ -103,7 +107,10 @@ def read_trace(folder, module: str = "jit_bound", gpu: int = 0) -> list[Event]:
 
 
 def _read_perfetto(path: pathlib.Path, module: str, gpu: int) -> list[Event]:
-    rows = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    try:
+        rows = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}: expected a Perfetto trace of the profiler ({type(e).__name__}: {e})") from None
     named = {e["pid"]: e["args"]["name"] for e in rows if e.get("name") == "process_name"}
     events = []
     for e in rows:

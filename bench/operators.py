@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from . import common, timing
+from .command_line import out_file, run_program
 
 SEEDS = 8
 MOST_BYTES = 4 << 30  # of rotating inputs
@@ -214,7 +214,7 @@ def main(argv=None) -> None:
     parser.add_argument("--min-rows", type=int, default=64, help="skip specs with fewer rows (default 64)")
     parser.add_argument("--profile", action="store_true", help="each kernel's own time beside it, from the profiler of a GPU: "
                         "what launches hide in an operator timed alone")  # fmt: skip
-    parser.add_argument("--out", type=pathlib.Path, help="result file (default bench/results/operators_<device>.json)")
+    parser.add_argument("--out", type=out_file, help="result file (default bench/results/operators_<device>.json)")
     options = parser.parse_args(argv)
     if unknown := set(options.operators) - set(names):
         parser.error(f"unknown operators {sorted(unknown)}; there are {names}")
@@ -222,6 +222,11 @@ def main(argv=None) -> None:
     known = {name for o in chosen for name in o.names()}
     if unknown := set(options.impl or ()) - known:
         parser.error(f"unknown implementations {sorted(unknown)}; there are {sorted(known)}")
+    wanted = lambda spec: (not options.spec or any(s in spec.name for s in options.spec)) and spec.rows >= options.min_rows
+    work = [(o, spec) for o in chosen for spec in getattr(o.module("specs"), o.specs) if wanted(spec)]
+    if not work:
+        parser.error(f"no spec of {', '.join(o.function or o.name for o in chosen)} has at least {options.min_rows} rows and "
+                     f"in its name one of {options.spec or 'all'}")  # fmt: skip
     if options.profile and jax.default_backend() != "gpu":
         parser.error(f"--profile: expected a GPU, the default backend is {jax.default_backend()}")
     head, peaks = common.environment(), common.measure_peaks()
@@ -231,14 +236,11 @@ def main(argv=None) -> None:
     path = options.out or common.RESULTS / f"operators_{head['device'].lower().replace(' ', '_')}.json"
     head |= {"peaks": dataclasses.asdict(peaks), "shortest_kernel_us": round(smallest, 3)}
     records = []
-    for operator in chosen:
-        for spec in getattr(operator.module("specs"), operator.specs):
-            wanted = not options.spec or any(s in spec.name for s in options.spec)
-            if wanted and spec.rows >= options.min_rows:
-                records += measure(operator, spec, peaks, options.impl, options.profile)
-                common.write_json(path, {**head, "results": records})  # a run cut short keeps what it has
+    for operator, spec in work:
+        records += measure(operator, spec, peaks, options.impl, options.profile)
+        common.write_json(path, {**head, "results": records})  # a run cut short keeps what it has
     print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.operators", main)

@@ -179,11 +179,14 @@ def main(argv=None) -> dict:
     from bench import common
     from bench.floors import step_floor
 
+    decode.checked_workload(args)
+    default, here, names = decode.decode_options(args), implementations_here(), [*(args.only or ()), *(args.skip or ())]
+    _check_names(*variants(default, dict.fromkeys(here, ""), here), names)  # as if every implementation were a toggle
     peaks = common.measure_peaks()
     bench = decode.Bench(args, watch)
     protocol = decode.protocol(bench)
-    every, refused = variants(decode.decode_options(args), protocol["implementations"], implementations_here())
-    _check_names(every, refused, [*(args.only or ()), *(args.skip or ())])
+    every, refused = variants(default, protocol["implementations"], here)
+    _check_names(every, refused, names)
     found = [v for v in every if wanted(v, args.only, args.skip)]
     not_taken = build(bench, found)
     found = [v for v in found if v.name not in not_taken]
@@ -213,7 +216,7 @@ def main(argv=None) -> dict:
 def _check_names(every: list[Variant], refused: dict[str, str], names: list[str]) -> None:
     known = {n for v in every for n in (v.name, v.field) if n} | set(refused)
     if unknown := sorted(set(names) - known):
-        raise SystemExit(f"bench.options: unknown names {unknown}; there are {sorted(known)}")
+        raise ValueError(f"unknown names {unknown}; there are {sorted(known)}")
 
 
 def _print(out: dict) -> None:

@@ -21,17 +21,25 @@ from sharding.rules import state_spec
 from sharding.step import ShardedSteps, stack_ranks
 
 
+def exchange_over(args, config):
+    """The exchange of the command line, over `args.ranks` devices. Raises ValueError for more ranks than devices, ranks that do
+    not divide the experts, or parts that do not divide the hidden size."""
+    make_mesh(args.ranks)
+    check_ranks(config, args.ranks)
+    parts = 1 if args.exchange_parts is None else args.exchange_parts
+    return make_exchange(args.exchange or "gather", args.ranks, parts, args.exchange_spare_sms, config.hidden_size)
+
+
 class RanksBench(decode.Bench):
     """One workload over `args.ranks` devices; the workload's batch and page tables are those of one rank.
 
-    Raises ValueError for more ranks than devices, ranks that do not divide the experts, or less than one part."""
+    Raises ValueError as `exchange_over`."""
 
     def __init__(self, args, watch: decode.CompileWatch, params=None):
         self.ranks, self.mesh = args.ranks, make_mesh(args.ranks)
         self.placement = NamedSharding(self.mesh, state_spec())  # every array of batch and state is split by its first axis
-        name, parts = args.exchange or "gather", 1 if args.exchange_parts is None else args.exchange_parts
-        self.exchange = make_exchange(name, args.ranks, parts, args.exchange_spare_sms)
-        check_ranks(presets.workload(args.preset, layers=args.layers).config, args.ranks)
+        self.exchange = exchange_over(args, decode.checked_workload(args).config)
+        name, parts = args.exchange or "gather", self.exchange.parts
         super().__init__(args, watch, params)
         cut = f" in {parts} parts, {self.exchange.spare_sms} multiprocessors spared" if parts > 1 else ""
         note = f"{args.ranks} ranks, {self.workload.batch} requests each, exchange {name}{cut}; " \

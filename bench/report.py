@@ -343,6 +343,7 @@ def main(argv=None) -> None:
         text = readme.read_text() if readme else None
         if text is not None:
             insert(text, "")  # refuses a file without the marks before anything is written
+            inside = args.results.resolve().relative_to(readme.resolve().parent).as_posix()  # and one that cannot link there
     except (ValueError, OSError) as e:
         sys.exit(f"bench.report: {e}")
     from bench.charts import draw
@@ -353,7 +354,6 @@ def main(argv=None) -> None:
     for kind, command in results.missing().items():
         print(f"no {kind} file: {command} --out FILE")
     if readme:
-        inside = args.results.resolve().relative_to(readme.resolve().parent).as_posix()
         readme.write_text(insert(text, summary(results, inside, charts)))
         print(f"{readme}: results section")
 

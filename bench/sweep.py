@@ -163,6 +163,9 @@ def main(argv=None) -> dict:
         for given, table in ((args.contexts, CONTEXTS), (args.batches, BATCHES), (args.capacities, CAPACITIES))
     ]
     todo = points(w.context, w.batch, *asked, w.headroom)
+    if not todo:
+        raise ValueError("sweep: expected a point on one of --contexts, --batches and --capacities, got none")
+    decode.decode_options(args)
     for point in todo:  # refuses what cannot be before anything runs
         presets.workload(args.preset, layers=args.layers, batch=point.batch, context=point.context,
                          capacity=point.capacity or None)  # fmt: skip

@@ -49,7 +49,7 @@ class DecodeOptions:
             raise ValueError(f"DSV41_IMPL: expected auto or reference, got {default!r}")
         overrides = tuple((op, env[v]) for v, op in names.items() if v in env)
         for op, name in overrides:
-            _check_implementation(op, name)
+            check_implementation(op, name, f"DSV41_IMPL_{op.upper()}")
         return cls(
             default_implementation=default,
             implementations=overrides,
@@ -57,10 +57,11 @@ class DecodeOptions:
         )
 
 
-def _check_implementation(op: str, name: str) -> None:
+def check_implementation(op: str, name: str, where: str) -> None:
+    """Raises ValueError, which begins with `where`, for a name that `op` has no implementation of, or none for this device."""
     module, table = ("index_score", "BLOCK_IMPLEMENTATIONS") if op == "index_score_blocks" else (op, "IMPLEMENTATIONS")
     known = {i.name: i for i in getattr(importlib.import_module(f"pallas_kernels.{module}.api"), table)}
-    where, arch = f"DSV41_IMPL_{op.upper()}", registry.current_arch()
+    arch = registry.current_arch()
     if name != "auto" and name not in known:
         raise ValueError(f"{where}: expected one of {', '.join(['auto', *known])}, got {name!r}")
     if name != "auto" and known[name].arches and arch not in known[name].arches:

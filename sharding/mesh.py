@@ -37,7 +37,7 @@ def topology_mesh(target_file, ranks: int, memory_fraction: float = 0.97) -> jax
     memory_fraction: how much of its memory a process will take (XLA_PYTHON_CLIENT_MEM_FRACTION). Without devices XLA plans
     with 80 % of device_memory_size; a step whose weights and caches exceed that it compiles as if there were no memory
     left: no collective overlaps with anything, and what can be computed again is, all-gathers included.
-    Raises ValueError for ranks < 1 or another description, OSError for an unreadable file."""
+    Raises ValueError for ranks < 1, another description or a missing plugin, OSError for an unreadable file."""
     from jax.experimental import topologies
 
     if ranks < 1:
@@ -46,7 +46,11 @@ def topology_mesh(target_file, ranks: int, memory_fraction: float = 0.97) -> jax
     text, found = re.subn(r"(device_memory_size: )(\d+)", planned, pathlib.Path(target_file).read_text())
     if found != 1:
         raise ValueError(f"mesh: {target_file}: expected one device_memory_size, got {found}")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{ranks}")
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{ranks}")
+    except NotImplementedError as e:  # what jax says of a platform that no plugin brought
+        raise ValueError(f"mesh: expected the CUDA plugin, to compile for GPUs that are not there ({e}); .ci/setup puts it "
+                         "into .venv/deviceless: add that folder to PYTHONPATH") from e  # fmt: skip
     auto = (jax.sharding.AxisType.Auto,)
     return jax.sharding.Mesh(np.array(topology.devices).reshape(ranks), (RANKS,), axis_types=auto)
 

@@ -74,12 +74,13 @@ def _line(path, text):
 
 
 def test_sides_are_parsed():
-    side = agreement.parse_side("reference,router=pairwise,gamma=3,precision=float32,chunk=24", TINY)
+    side = agreement.parse_side("reference,router=auto,gamma=3,precision=float32,chunk=24", TINY)
     assert (side.gamma, side.precision, side.chunk, side.options.impl("router"), side.options.impl("experts")) == (
-        3, "float32", 24, "pairwise", "reference")  # fmt: skip
+        3, "float32", 24, "auto", "reference")  # fmt: skip
     assert agreement.parse_side("draft=off", TINY).gamma == 0 and agreement.parse_side("", TINY).gamma == 5
     for text, word in (("refrence", "refrence"), ("gamma=9", r"0\.\.5, got '9'"), ("gamma=2,draft=off", "draft=off"),
-                       ("draft=maybe", "on or off"), ("chunk=0", "at least 1"), ("precision=fp8", "precision"), ("rooter=auto", "rooter")):  # fmt: skip
+                       ("draft=maybe", "on or off"), ("chunk=0", "at least 1"), ("precision=fp8", "precision"), ("rooter=auto", "rooter"),
+                       ("router=pairwise", "pairwise"), ("router=one_kernel", "this device is cpu")):  # fmt: skip
         with pytest.raises(ValueError, match=word):
             agreement.parse_side(text, TINY)
 

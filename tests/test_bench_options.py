@@ -62,7 +62,7 @@ def test_names_pick_and_leave_out_variants():
     assert options.wanted(default, ["flag"], None)
     assert options.wanted(router, ["router"], None) and not options.wanted(router, ["flag"], None)
     assert not options.wanted(flag, None, ["flag=1"]) and options.wanted(flag, None, ["router"])
-    with pytest.raises(SystemExit, match="rooter"):
+    with pytest.raises(ValueError, match="rooter"):
         options._check_names([default, router], {}, ["rooter"])
 
 
