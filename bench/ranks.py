@@ -10,6 +10,7 @@ over which as many rows are routed as reach them from all ranks. What the exchan
 
 import dataclasses
 
+import jax
 from jax.sharding import NamedSharding
 
 from bench import decode, presets, synthetic
@@ -21,13 +22,21 @@ from sharding.rules import state_spec
 from sharding.step import ShardedSteps, stack_ranks
 
 
+def exchange_here(name: str, ranks: int, hidden: int, parts: int = 1, spare_sms: int | None = None):
+    """`make_exchange`, to be run on this machine. Raises ValueError as that, and for one that only GPUs have."""
+    exchange = make_exchange(name, ranks, parts, spare_sms, hidden)
+    if getattr(exchange, "ragged", False) and jax.default_backend() != "gpu":
+        raise ValueError(f"exchange: {name} expected GPUs, the default backend is {jax.default_backend()}")
+    return exchange
+
+
 def exchange_over(args, config):
     """The exchange of the command line, over `args.ranks` devices. Raises ValueError for more ranks than devices, ranks that do
-    not divide the experts, or parts that do not divide the hidden size."""
+    not divide the experts, and as `exchange_here`."""
     make_mesh(args.ranks)
     check_ranks(config, args.ranks)
     parts = 1 if args.exchange_parts is None else args.exchange_parts
-    return make_exchange(args.exchange or "gather", args.ranks, parts, args.exchange_spare_sms, config.hidden_size)
+    return exchange_here(args.exchange or "gather", args.ranks, config.hidden_size, parts, args.exchange_spare_sms)
 
 
 class RanksBench(decode.Bench):

@@ -179,8 +179,8 @@ class Check:
 
     def __init__(self, args):
         from bench import presets
-        from bench.compile_report import make_exchange
         from bench.decode import decode_options
+        from bench.ranks import exchange_here
         from dsv41_jax.cache import CacheGeometry
         from dsv41_jax.precision import precision
         from sharding.mesh import check_ranks, make_mesh
@@ -191,7 +191,7 @@ class Check:
         self.config = c = w.config if tiny else presets.with_engram_vocab(w.config, ENGRAM_ROWS)
         check_ranks(c, args.ranks)
         for name in args.exchanges.split(","):
-            make_exchange(name, args.ranks, hidden=c.hidden_size)
+            exchange_here(name, args.ranks, c.hidden_size)
         self.columns = -(-w.capacity // w.page_tokens)
         pages = 1 + w.batch * self.columns
         self.one, self.all = (

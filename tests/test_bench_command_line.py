@@ -99,6 +99,8 @@ def test_a_file_is_no_folder_for_a_trace(tmp_path, capsys):
         (exchange.main, ["--ranks", "5"], "ranks: expected a divisor of --experts 384, got 5"),
         (exchange.main, ["--experts", "8", "--top", "5"], "top: expected at most the 4 experts of one rank, got 5"),
         (exchange.main, ["--hidden", "33"], "hidden: expected a multiple of 32, got 33"),
+        (exchange.main, ["--exchanges", "gather,ragged"], "exchange: ragged expected GPUs, the default backend is cpu"),
+        (ranks_check.main, ["--ranks", "1", "--exchanges", "ragged/2"], "exchange: ragged/2 expected GPUs, the default backend is cpu"),
         (exchange.main, ["--exchanges", "gather,"], "exchange: expected one of gather"),
     ],
 )  # fmt: skip

@@ -60,3 +60,19 @@ def test_four_ranks_run_the_protocol(tmp_path):
     peaks = Peaks(**{**got["peaks"], "notes": ()})
     whole, rank = (floors.step_floor(x, 5, peaks)["ms"] for x in (w, dataclasses.replace(w, config=presets.rank_of(w.config, 4))))
     assert r["floor_ms"] == pytest.approx(rank, rel=1e-3) and rank < whole
+
+
+def test_exchanges_are_compared_and_timed_over_two_ranks(tmp_path):
+    path = tmp_path / "exchange.json"
+    env = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS.replace("count=4", "count=2"))
+    command = [sys.executable, "-m", "bench.exchange", "--exchanges", "gather,ring/2,all_to_all", "--rows", "4", "--hidden", "64",
+               "--experts", "8", "--top", "2", "--repeats", "1", "--out", str(path)]  # fmt: skip
+    done = subprocess.run(command, env=env, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    got = json.loads(path.read_text())
+    names = {"gather", "ring/2", "all_to_all"}
+    assert set(got["against_one_device"]) == set(got["exchanges"]) == names
+    # a packed row is 64 FP8 values, 2 scales, 2 ids and 2 weights; each rank gets 4 rows and 4 contributions of the other
+    for r in got["exchanges"].values():
+        assert r["bytes_received"] == 4 * (64 + 2 + 16) + 4 * 64 * 4
+        assert r["share_of_measured_link"] == pytest.approx(r["gbps"] / got["link_gbps"], abs=0.02) and r["median_us"] > 0
