@@ -124,7 +124,7 @@ class _Sharded:
 
     ranks: size of the mesh axis. axis: its name. parts: into how many parts the columns of the contributions are cut; a
     part goes home while the experts' second product of the next part is computed. spare_sms: multiprocessors that the
-    product leaves to that transfer (`experts_parts`). Raises ValueError for parts < 1 or spare_sms < 0.
+    product leaves to that transfer (`experts_parts`). Raises ValueError for ranks < 1, parts < 1 or spare_sms < 0.
     """
 
     ranks: int
@@ -135,6 +135,8 @@ class _Sharded:
     compiler_options = ()  # ((XLA option, value), ...) that a program with this exchange is compiled with
 
     def __post_init__(self):
+        if self.ranks < 1:
+            raise ValueError(f"exchange: expected ranks >= 1, got {self.ranks}")
         if self.parts < 1 or self.spare_sms < 0:
             raise ValueError(f"exchange: expected parts >= 1 and spare_sms >= 0, got {self.parts} and {self.spare_sms}")
 
@@ -327,7 +329,7 @@ class BlockedExchange:
     def run_experts(self, x, ids, weights, params: Experts, run, beside=NOTHING_BESIDE):
         """(f32[T, H], ...): contributions of consecutive blocks of experts, added in block order; what is beside it."""
         experts = params.w13[...].shape[0]
-        if experts % self.blocks:
+        if self.blocks < 1 or experts % self.blocks:
             raise ValueError(f"exchange: blocks expected a divisor of {experts} experts, got {self.blocks}")
         n = experts // self.blocks
         block = lambda i: jax.tree.map(lambda a: a[i * n : (i + 1) * n], params)

@@ -397,6 +397,10 @@ def test_errors_of_steps(mesh):
         ShardedSteps(net, params, mesh, exchange=BlockedExchange(4))
     with pytest.raises(ValueError, match="parts >= 1 and spare_sms >= 0, got 0 and 8"):
         GatherExchange(4, parts=0)
+    with pytest.raises(ValueError, match="ranks >= 1, got 0"):
+        RingExchange(0)
+    with pytest.raises(ValueError, match="blocks expected a divisor of 8 experts, got 0"):
+        BlockedExchange(0).run_experts(None, None, None, expert_params(0), None)
     with pytest.raises(ValueError, match=r"draft.confidence expected P\(\) over .*4"):
         ShardedSteps(net, rules.global_parameters(c, make_mesh(2)), mesh)
     with pytest.raises(ValueError, match=r"engram.table expected float8_e4m3fn\[1172, 32\] over all ranks"):
