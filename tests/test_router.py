@@ -196,6 +196,15 @@ def test_kernel_equals_definition_on_the_gpu(spec, impl):
     bias = bias.at[jnp.array([5, 11])].set(bias[2])
     want = router(x, gate, bias, k=spec.k, scale=spec.scale, impl="reference")
     got = router(x, gate, bias, k=spec.k, scale=spec.scale, impl=impl)
-    np.testing.assert_array_equal(np.asarray(got[0]), np.asarray(want[0]))
-    tolerance = 5e-6 if impl == "two_kernels" else 1e-6  # its fp32 sums of 5120 products have an order of their own
-    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=tolerance)
+    (ids, weights), (want_ids, want_weights) = (tuple(map(np.asarray, pair)) for pair in (got, want))
+    # XLA's library sums 5120 products in another order: where two experts are nearer than that, either may come first
+    other = ids != want_ids
+    assert other.sum() <= 4, other.sum()
+    exact = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    keys = np.sqrt(np.logaddexp(0, exact)) + np.asarray(bias, np.float64)
+    at = lambda i: np.take_along_axis(keys, i, 1)
+    np.testing.assert_allclose(at(ids)[other], at(want_ids)[other], rtol=5e-6)
+    assert all(len(set(row)) == spec.k for row in ids.tolist())
+    same = ~other.any(1)
+    tolerance = 5e-6 if impl == "two_kernels" else 1e-6  # its fp32 sums have an order of their own
+    np.testing.assert_allclose(weights[same], want_weights[same], rtol=tolerance)
