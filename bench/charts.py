@@ -165,12 +165,14 @@ def scaling(plt, results: Results):
     figure, axes = plt.subplots(1, len(found), figsize=(4.6 * len(found), 3.6), squeeze=False)
     shade = plt.get_cmap("tab10")
     for ax, (axis, by) in zip(axes[0], found.items(), strict=True):
+        commits = {points[0].source.commit for points in by.values()}
         for i, points in enumerate(by.values()):
             x = [r.protocol[axis] for r in points]
             p = points[0].protocol
             label = f"{p['preset']}, {len(p['layers'])} layers" + (
                 f", {p['ranks']} ranks" if p.get("ranks", 1) > 1 else ""
             )
+            label += f", {points[0].source.commit}" if len(commits) > 1 else ""
             ax.plot(x, [r.result["step_ms"] for r in points], marker="o", ms=4, color=shade(i), label=label)
             ax.plot(x, [r.result["floor_ms"] for r in points], ls="--", lw=1, color=shade(i), label="floor")
             shrunk = len({r.protocol["batch"] for r in points}) > 1 and axis == "context"

@@ -84,8 +84,8 @@ def steps(results: Results, rows: list[StepRow]) -> str:
 
 def operators(results: Results, rows: list[OperatorRow]) -> str:
     link = links(results)
-    heads = ["operator", "spec", "implementation", "us", "min .. max", "kernels us", "floor us", "ratio", "goal us", "equal",
-             "source"]  # fmt: skip
+    heads = ["operator", "spec", "implementation", "us", "min .. max", "kernels us", "floor us", "ratio", "% of memory", "% of tensor",
+             "goal us", "equal", "source"]  # fmt: skip
     out = []
     place = {}
     for r in rows:
@@ -93,8 +93,8 @@ def operators(results: Results, rows: list[OperatorRow]) -> str:
     for r in sorted(rows, key=lambda r: place[r.operator, r.spec]):
         equal = "-" if r.equal is None else "yes" if r.equal else "**no**"
         commit = "" if r.source.commit in (s.commit for s in results.sources) else f" {r.source.commit}"
-        out.append([r.operator, r.spec, r.implementation, r.median, spread(r.low, r.high), r.device, r.floor, r.ratio, r.goal,
-                    equal, link[r.source.file] + commit])  # fmt: skip
+        out.append([r.operator, r.spec, r.implementation, r.median, spread(r.low, r.high), r.device, r.floor, r.ratio,
+                    r.share(r.memory_us), r.share(r.tensor_us), r.goal, equal, link[r.source.file] + commit])  # fmt: skip
     return table(heads, out)
 
 
@@ -106,8 +106,10 @@ def layers(results: Results) -> str:
         kernels = merged_parts(d["kernels"])
         rows = [[part, us, f"{100 * us / step:.1f} %", floors.get(part), kernels.get(part)]
                 for part, us in merged_parts(d["parts_us"]).items()]  # fmt: skip
-        total = number(sum(d["parts_us"].values()))
-        out += f"Step {number(step)} us, source {link[source.file]}. Parts add up to {total} us.\n\n"
+        busy, traced = d["busy_us"], d["traced_step_us"]
+        out += (f"Step {number(step)} us by the clock, source {link[source.file]}. The trace of it: kernels {number(busy)} us, from the first to "
+                f"the last {number(traced)} us, {100 * traced / step:.1f} % of the step by the clock. \"gaps\" is the step by the clock less the "
+                "kernels.\n\n")  # fmt: skip
         out += table(["part", "us", "share", "floor us", "kernels"], rows) + "\n"
         classes = [[kind, c["layers"], c["us"], c["reference_b300_us"]] for kind, c in d["attention"]["classes"].items()]
         mean = sum(c["layers"] for c in d["attention"]["classes"].values())

@@ -57,7 +57,8 @@ class Source:
 class OperatorRow:
     """One implementation at one spec, in microseconds. median, low, high: by the clock, None where only the profiler
     measured; shown: it stands for its operator in a chart; goal: of the spec, where it has one; equal: the result is the definition's, None where nobody looked; device: what its kernels took
-    by the profiler, which launches are no part of."""
+    by the profiler, which launches are no part of. memory_us, tensor_us: what its bytes and its flops alone take at the rates measured
+    in the same run."""
 
     operator: str
     spec: str
@@ -71,6 +72,8 @@ class OperatorRow:
     goal: float | None = None
     equal: bool | None = None
     device: float | None = None
+    memory_us: float | None = None
+    tensor_us: float | None = None
 
     @property
     def best(self) -> float:
@@ -81,6 +84,10 @@ class OperatorRow:
     def ratio(self) -> float | None:
         """`best` over the floor."""
         return None if self.floor is None else self.best / self.floor
+
+    def share(self, us: float | None) -> str | None:
+        """`us` as a share of `best`, in percent."""
+        return None if us is None else f"{100 * us / self.best:.0f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +196,10 @@ def _by_name_only(operator: str) -> set[str]:
 
 
 def _read_operators(data, source: Source, out: Results) -> None:
-    seen = set()
+    from bench.operators import OPERATORS
+
+    seen, peaks = set(), data["peaks"]
+    rates = {o.function or o.name: peaks[f"{o.unit}_tflops"] for o in OPERATORS}
     for r in data["results"]:
         spec = r["spec"]["name"]
         # implementations are listed fastest first: the first kernel that takes a spec is what "auto" takes
@@ -199,7 +209,8 @@ def _read_operators(data, source: Source, out: Results) -> None:
             seen.add((r["operator"], spec))
         out.operators.append(OperatorRow(
             r["operator"], spec, r["implementation"], r["median_us"], r["min_us"], r["max_us"], r["floor_us"], source,
-            first, r["spec"].get("goal_us"), r["equals_definition"], r.get("device_us"),
+            first, r["spec"].get("goal_us"), r["equals_definition"], r.get("device_us"), r["bytes"] / peaks["copy_gbps"] * 1e-3,
+            r["flops"] / rates[r["operator"]] * 1e-6 if r["operator"] in rates else None,
         ))  # fmt: skip
 
 

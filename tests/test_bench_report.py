@@ -27,15 +27,17 @@ DECODE = {"benchmark": "decode", "environment": ENVIRONMENT, "protocol": PROTOCO
 
 def operator(name, spec, implementation, median, **more):
     return {"operator": name, "spec": {"name": spec, "goal_us": 16}, "implementation": implementation, "median_us": median,
-            "min_us": median - 1, "max_us": median + 2, "floor_us": 4.0, "equals_definition": True, **more}  # fmt: skip
+            "min_us": median - 1, "max_us": median + 2, "floor_us": 4.0, "equals_definition": True, "bytes": 16e6, "flops": 1e9,
+            **more}  # fmt: skip
 
 
-OPERATORS = {**ENVIRONMENT, "results": [
+PEAKS = {"copy_gbps": 4000.0, "bf16_tflops": 800.0, "fp8_tflops": 1500.0, "notes": []}
+OPERATORS = {**ENVIRONMENT, "peaks": PEAKS, "results": [
     operator("select_tokens", "verify", "radix_select", 15.561, device_us=9.25), operator("select_tokens", "verify", "radix_wide", 15.3),
     operator("select_tokens", "verify", "reference", 500.365), operator("select_tokens", "verify", "lax.top_k", 266.1, equals_definition=None),
 ]}  # fmt: skip
 LAYERS = {
-    "benchmark": "layers", "environment": ENVIRONMENT, "protocol": PROTOCOL, "measured_step_us": 2000.0, "busy_us": 1900.0,
+    "benchmark": "layers", "environment": ENVIRONMENT, "protocol": PROTOCOL, "measured_step_us": 2000.0, "traced_step_us": 1950.0, "busy_us": 1900.0,
     "parts_us": {"experts": 1500.0, "mHC mixes": 250.0, "mHC expand": 150.0, "gaps": 100.0},
     "kernels": {"experts": 10, "mHC mixes": 4, "mHC expand": 4},
     "by_kernel": {"experts": {"experts_down": {"count": 2.0, "us": 500.0}, "experts_swiglu": {"count": 2.0, "us": 950.0}}},
@@ -96,11 +98,11 @@ def test_step_rows_are_the_files(text):
 
 def test_operator_rows_are_the_files(text):
     found = rows(text, "select_tokens", "verify")
-    assert [r[2:10] for r in found] == [
-        ["radix_select", "15.56", "14.56 .. 17.56", "9.25", "4", "2.312", "16", "yes"],
-        ["radix_wide", "15.3", "14.3 .. 17.3", "-", "4", "3.825", "16", "yes"],
-        ["reference", "500.4", "499.4 .. 502.4", "-", "4", "125.1", "16", "yes"],
-        ["lax.top_k", "266.1", "265.1 .. 268.1", "-", "4", "66.53", "16", "-"],
+    assert [r[2:12] for r in found] == [  # 4 us of bytes, 1.25 us of flops
+        ["radix_select", "15.56", "14.56 .. 17.56", "9.25", "4", "2.312", "43", "14", "16", "yes"],
+        ["radix_wide", "15.3", "14.3 .. 17.3", "-", "4", "3.825", "26", "8", "16", "yes"],
+        ["reference", "500.4", "499.4 .. 502.4", "-", "4", "125.1", "1", "0", "16", "yes"],
+        ["lax.top_k", "266.1", "265.1 .. 268.1", "-", "4", "66.53", "2", "0", "16", "-"],
     ]
 
 
@@ -114,7 +116,7 @@ def test_the_readme_shows_a_verify_step_of_every_operator():
 
 def test_implementations_by_name_do_not_stand_for_their_operator(tmp_path, monkeypatch):
     monkeypatch.setattr(results_files, "_implementations", lambda operator: {"two_kernels": "not faster", "one_kernel": ""})
-    head = {**ENVIRONMENT, "results": [operator("router", "verify", "two_kernels", 11.0), operator("router", "verify", "one_kernel", 12.0)]}
+    head = {**ENVIRONMENT, "peaks": PEAKS, "results": [operator("router", "verify", "two_kernels", 11.0), operator("router", "verify", "one_kernel", 12.0)]}
     (tmp_path / "operators.json").write_text(json.dumps(head))
     assert [r.implementation for r in results_files.read(tmp_path).operators if r.shown] == ["one_kernel"]
 
@@ -123,7 +125,7 @@ def test_parts_stand_beside_the_floors_of_the_traced_run(text):
     assert rows(text, "experts", "1500") == [["experts", "1500", "75.0 %", "901", "10"]]
     assert rows(text, "mHC") == [["mHC", "400", "20.0 %", "48", "8"]]
     assert rows(text, "SWA") == [["SWA", "2", "120.5", "99.29"]]
-    assert "Parts add up to 2000 us" in text
+    assert "Step 2000 us by the clock" in text and "kernels 1900 us" in text and "1950 us, 97.5 % of the step by the clock" in text
     assert rows(text, "experts", "experts_swiglu") == [["experts", "experts_swiglu", "2", "950", "50.0 %"]]
     assert text.index("experts_swiglu") < text.index("experts_down")
 
@@ -234,7 +236,7 @@ def test_a_newer_run_replaces_an_operators_rows(tmp_path):
 
 
 def test_goals_of_the_specification_fill_in(tmp_path):
-    bare = {**ENVIRONMENT, "results": [{**operator("sparse_attention", "", "hopper", 130.0), "spec": {"name": "m384_r1"}}]}
+    bare = {**ENVIRONMENT, "peaks": PEAKS, "results": [{**operator("sparse_attention", "", "hopper", 130.0), "spec": {"name": "m384_r1"}}]}
     got = results_files.read(write(tmp_path, {"a.json": bare, "b.json": OPERATORS})).operators
     assert [(r.operator, r.goal) for r in got[:2]] == [("sparse_attention", 128), ("select_tokens", 16)]
 

@@ -53,7 +53,7 @@ def _validate(q, window_pool, slots, positions, global_pool, global_slots, sink,
 IMPLEMENTATIONS = (  # fastest first
     registry.Implementation("hopper_persistent", hopper.sparse_attention, ("sm_90",), hopper.refuses),
     registry.Implementation("hopper_ahead", functools.partial(hopper.sparse_attention, ahead=True), ("sm_90",),
-                            hopper.refuses, by_name_only="no GPU has measured it"),
+                            hopper.refuses, by_name_only="on an H200 it gains nothing: 93.5 us of kernel, hopper_persistent 94.1"),
     registry.Implementation("one_pass", one_pass.sparse_attention, one_pass.ARCHES, one_pass.refuses),
     registry.Implementation("reference", reference.sparse_attention),
 )
