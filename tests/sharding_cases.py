@@ -45,6 +45,15 @@ SMALL = dataclasses.replace(
     candidate_source_layer_id=2, candidate_topk_blocks=4, index_topk=8, engram_layer_ids=(0,), engram_num_embeddings=(1172,),
     num_nextn_predict_layers=1, dspark_target_layer_ids=(3, 4), dspark_block_size=3, hc_sinkhorn_iters=3,
 )  # fmt: skip
+# other heads, experts and widths, ratio 2 scored anew and reused, engram in the middle, no drafter
+OTHER = dataclasses.replace(
+    TINY, hidden_size=96, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=6, o_groups=3, head_dim=32,
+    qk_rope_head_dim=16, q_lora_rank=32, n_routed_experts=12, num_experts_per_tok=5, sliding_window=4,
+    compress_ratios=(2, 2, 2, 1), kv_source_layer_ids=(0, 3), index_source_layer_ids=(0, 1, 3), index_n_heads=4,
+    index_head_dim=32, index_topk=3, candidate_source_layer_id=3, candidate_topk_blocks=2, candidate_block_size=2,
+    hc_sinkhorn_iters=3, engram_layer_ids=(2,), engram_n_heads=3, engram_num_embeddings=(1851,),
+    num_nextn_predict_layers=0, dspark_target_layer_ids=(),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +229,34 @@ def test_random_steps(mesh, small, name):
         tokens.append(np.asarray(got.tokens).tolist())
     assert tokens[0] != tokens[1] and tokens[0] != tokens[2]
     assert many._mtp._cache_size() == many._prefill._cache_size() == 1
+
+
+def test_random_logits(mesh, tmp_path):
+    """Logits and caches of prompts in two chunks, on another geometry than test_random_steps, with three requests a rank and
+    one rank empty, are those of one device that adds all experts one by one."""
+    c, rows = OTHER, 3
+    folder = make_checkpoint(c, tmp_path / "other", seed=7)
+    one = Steps(Network(c, geometry(rows, R), FLOAT32), checkpoint.load(folder, progress=False))
+    many = ShardedSteps(Network(c, geometry(rows), FLOAT32), load_sharded(folder, mesh, progress=False), mesh,
+                        exchange=EXCHANGES["reduce_scatter"])  # fmt: skip
+    rng = np.random.default_rng(17)
+    start = np.zeros((R, rows), np.int32)
+    counts = np.array([[[8, 3, 6], [1, 0, 5], [0, 0, 0], [2, 8, 7]], [[8, 7, 0], [4, 8, 1], [0, 0, 0], [5, 2, 8]]], np.int32)
+    a, b = init_state(c, geometry(rows, R), FLOAT32), init_sharded_state(c, geometry(rows), FLOAT32, mesh)
+    for count in counts:
+        slots = np.where(count > 0, np.arange(rows, dtype=np.int32), -1)
+        chunks = [Chunk(rng.integers(3, 500, (rows, 8)).astype(np.int32), start[r].copy(), count[r], slots[r],
+                        tables(c, rows, r)) for r in range(R)]  # fmt: skip
+        a, want, _ = one.forward(a, one_device(chunks, rows))
+        b, got, _ = many.forward(b, stack_ranks(chunks))
+        start += count
+        live = np.arange(8) < count.reshape(-1, 1)
+        want, got = np.asarray(want)[live], np.asarray(got)[live]
+        assert want.shape == (count.sum(), c.vocab_size) and want.std() > 0.1
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * want.std())
+        np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
+    np.testing.assert_array_equal(b.length, start.reshape(-1))
+    assert_states(a, b, atol=2e-5)
 
 
 # the exchanges ---------------------------------------------------------------------------------------------------------
