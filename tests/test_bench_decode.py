@@ -130,6 +130,47 @@ def test_wrong_outputs_stop_the_run():
             checks.outputs([decode.Round([], [], [bad])], 2, 5)
 
 
+class _Steps:
+    """`decode` adds one to the state, and does with it what `extra` says."""
+
+    def __init__(self, extra=lambda state: None):
+        self.extra, self.add = extra, jax.jit(lambda state, one: (state + one, state * one))
+
+    def decode(self, state, one):
+        self.extra(state)
+        return self.add(state, one)
+
+
+def test_a_round_that_sends_from_the_host_raises():
+    # The guard sees copies to the device on every backend; on a CPU reading an array copies nothing, so it stays silent.
+    state, one = jax.device_put((np.ones(3, np.float32), np.ones(3, np.float32)))
+    assert len(decode.run_round(_Steps(), state, one, 2)[1].outputs) == 2
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        decode.run_round(_Steps(lambda s: s + np.ones(3, np.float32)), state, one, 2)
+
+
+def test_a_compilation_after_warm_up_stops_the_run(monkeypatch):
+    monkeypatch.setattr(checks, "outputs", lambda *a: None)
+    watch, state = decode.CompileWatch(), jax.device_put(np.ones(3, np.float32))
+
+    def bench(extra):
+        b = dataclasses.make_dataclass("Bench", ["args", "workload", "ranks", "round"])
+        steps = _Steps(extra)
+        args = decode.parse(["--steps", "2", "--warmup", "1", "--rounds", "1"])
+        return b(args, presets.workload("tiny"), 1, lambda n: decode.run_round(steps, state, state, n)[1])
+
+    assert len(decode.measure(bench(lambda s: None), watch)) == 1
+    calls = []
+
+    def recompiles(s):
+        calls.append(s)
+        if len(calls) > 2:  # after the warm-up round's two steps
+            jax.jit(lambda x: x * len(calls))(s)
+
+    with pytest.raises(SystemExit, match="2 compilations after warm-up, expected none"):
+        decode.measure(bench(recompiles), watch)
+
+
 @pytest.mark.slow
 def test_tiny_runs_and_writes_its_result(tmp_path):
     out = tmp_path / "folder" / "tiny.json"
