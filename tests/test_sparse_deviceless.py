@@ -16,6 +16,8 @@ pytestmark = [
 # 168 so that three programs fit a multiprocessor, a few address registers go to the stack.
 CASES = {
     "attention": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1", 128, 0),
+    # The window alone, K = 0: 8 bytes go to the stack.
+    "attention window": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_swa", 128, 8),
     "attention ahead": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_r1:hopper_ahead", 128, 0),
     "attention 19 GB": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m", 128, 0),
     "attention 19 GB ahead": ("pallas_kernels.sparse_attention.specs:deviceless_case", "m384_1m:hopper_ahead", 128, 0),
