@@ -142,7 +142,7 @@ class _Steps:
 
 
 def test_a_round_that_sends_from_the_host_raises():
-    # The guard sees copies to the device on every backend; on a CPU reading an array copies nothing, so it stays silent.
+    # On a CPU the guard says nothing of arrays that the host reads: only what is sent can be shown here.
     state, one = jax.device_put((np.ones(3, np.float32), np.ones(3, np.float32)))
     assert len(decode.run_round(_Steps(), state, one, 2)[1].outputs) == 2
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
