@@ -56,28 +56,17 @@ def test_values_that_cannot_be_are_refused_by_name(capsys, parse, argv, why):
     assert why in capsys.readouterr().err
 
 
-def test_an_unwritable_out_is_refused_before_the_run(tmp_path, capsys):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    for path in (tmp_path, blocked / "x.json"):
+@pytest.mark.parametrize("flag, bad", [("out", (".", "file/x.json")), ("profile", ("file", "file/trace"))])
+def test_what_cannot_be_written_is_refused_before_the_run(tmp_path, capsys, flag, bad):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / name for name in bad):
         with pytest.raises(SystemExit) as end:
-            decode.parse(["--out", str(path)])
+            decode.parse([f"--{flag}", str(path)])
         assert end.value.code == 2
         assert str(path) in capsys.readouterr().err
-    assert decode.parse(["--out", str(tmp_path / "new" / "x.json")]).out == str(tmp_path / "new" / "x.json")
+    new = str(tmp_path / "new" / "x")
+    assert getattr(decode.parse([f"--{flag}", new]), flag) == new
     assert [p.name for p in tmp_path.iterdir()] == ["file"]  # asking left nothing behind
-
-
-def test_a_file_is_no_folder_for_a_trace(tmp_path, capsys):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    for path in (blocked, blocked / "trace"):
-        with pytest.raises(SystemExit) as end:
-            decode.parse(["--profile", str(path)])
-        assert end.value.code == 2
-        assert str(path) in capsys.readouterr().err
-    assert decode.parse(["--profile", str(tmp_path / "new")]).profile == str(tmp_path / "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
