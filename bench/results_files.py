@@ -56,9 +56,9 @@ class Source:
 @dataclasses.dataclass(frozen=True)
 class OperatorRow:
     """One implementation at one spec, in microseconds. median, low, high: by the clock, None where only the profiler
-    measured; shown: it stands for its operator in a chart; goal: of the spec, where it has one; equal: the result is the definition's, None where nobody looked; device: what its kernels took
-    by the profiler, which launches are no part of. memory_us, tensor_us: what its bytes and its flops alone take at the rates measured
-    in the same run."""
+    measured; shown: it stands for its operator in a chart; goal: of the spec, where it has one; equal: the result is the
+    definition's, None where nobody looked; device: what its kernels took by the profiler, which launches are no part of.
+    memory_us, tensor_us: what its bytes and its flops alone take at the rates measured in the same run."""
 
     operator: str
     spec: str

@@ -26,8 +26,8 @@ def refuses_size(array) -> str | None:
     """Why a kernel that indexes `array` as a whole would not reach all of it, or None."""
     if _too_narrow(array):
         return (
-            f"an array of {array.size * array.dtype.itemsize} bytes: offsets of more than {MOST_NARROW_ELEMENTS} elements have 64 bits only in arrays of more "
-            f"than {MOST_NARROW_BYTES} bytes"
+            f"an array of {array.size * array.dtype.itemsize} bytes: offsets of more than {MOST_NARROW_ELEMENTS} elements have "
+            f"64 bits only in arrays of more than {MOST_NARROW_BYTES} bytes"
         )
     return None
 
