@@ -8,8 +8,9 @@ per request), dispatched as a serving loop does: the state stays on the device, 
 n+1 was dispatched. token_ms = (cost - cost of the first step) / tokens of the other steps; the median of the measured
 rounds counts.
 
-The run fails, with the reason, if anything compiles after warm-up, if a round transfers anything it was not asked for, if
-the compiled step holds a copy the size of a pool, if a forced draft is rejected or if an output is not finite.
+The run fails, with the reason, if anything compiles after warm-up, if a round transfers anything it was not asked for (on
+a CPU JAX's guard sees what is sent, not what is read), if the compiled step holds a copy the size of a pool, if a
+forced draft is rejected or if an output is not finite.
 """
 
 import argparse
